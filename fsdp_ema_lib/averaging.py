@@ -2,97 +2,115 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-# Live values of a narrower dtype are widened piece by piece through one scratch of this many bytes.
-CPU_SCRATCH_BYTES = 1 << 20  # stays in the cache between the widening and the average
-GPU_SCRATCH_BYTES = 32 << 20  # few launches, and still far below the memory of a large tensor
+# Where an update needs room (live values of another dtype, compensation, a check for non-finite values) it works piece
+# by piece in one scratch of this many bytes.
+CPU_SCRATCH_BYTES = 1 << 20  # stays in the cache from one step of the arithmetic to the next
+GPU_SCRATCH_BYTES = 32 << 20  # few launches, and still small beside a model
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors that one fused call averages: the shadows, the live values, and where narrower live values are widened."""
+    """Tensors that one fused call averages.
 
-    shadow: list[Tensor]
-    live: list[Tensor]
-    scratch: list[Tensor] | None
+    Attributes:
+        shadow: the averages, changed in place.
+        live: the live values.
+        low: the low-order parts of the averages (`precision="compensated"`), or none.
+        scratch: a place for each tensor of the batch, or none where the update needs no room.
+        room: the stretch of the scratch that these places fill.
+    """
+
+    shadow: list[Tensor] = field(default_factory=list)
+    live: list[Tensor] = field(default_factory=list)
+    low: list[Tensor] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+    room: Tensor | None = None
 
 
-def plan(shadow: Sequence[Tensor], live: Sequence[Tensor]) -> list[Batch]:
-    """Sort pairs of tensors into batches for `average`; done once, not per update.
+def plan(
+    shadow: Sequence[Tensor], live: Sequence[Tensor], low: Sequence[Tensor] = (), *, roomy: bool = False
+) -> list[Batch]:
+    """Sort tensors into batches for `average`; done once, not per update.
 
     Args:
         shadow: the averages; fp32, fp64 or complex.
         live: the live values, each of its shadow's shape and device; any dtype that converts to the shadow's exactly.
+        low: the low-order parts of the averages, or nothing.
+        roomy: give every batch a scratch: `average` needs one for `gate` and `skipped`.
 
     Returns:
         Batches that alias the given tensors. Tensors without elements are left out.
     """
-    pairs: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for average_, current in zip(shadow, live, strict=True):
-        if average_.numel():
-            pairs[average_.device, average_.dtype, current.dtype].append((average_, current))
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
+    for members in zip(shadow, live, *([low] if low else []), strict=True):
+        if members[0].numel():
+            real = tuple(torch.view_as_real(t) if t.is_complex() else t for t in members)
+            needs_room = roomy or bool(low) or real[0].dtype != real[1].dtype
+            groups[real[0].device, real[0].dtype, needs_room].append(real)
     batches: list[Batch] = []
-    for (device, shadow_dtype, live_dtype), members in pairs.items():
-        if shadow_dtype == live_dtype:
-            batches.append(Batch([s for s, _ in members], [c for _, c in members], None))
+    for (device, dtype, needs_room), tensors in groups.items():
+        if needs_room:
+            batches.extend(_batches_with_room(tensors, device, dtype))
         else:
-            batches.extend(_widening_batches(members, device, shadow_dtype))
+            batches.append(Batch([s for s, _ in tensors], [t for _, t in tensors]))
     return batches
 
 
-def _widening_batches(
-    members: Sequence[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
-) -> list[Batch]:
+def _batches_with_room(tensors: Sequence[tuple[Tensor, ...]], device: torch.device, dtype: torch.dtype) -> list[Batch]:
     size = (CPU_SCRATCH_BYTES if device.type == "cpu" else GPU_SCRATCH_BYTES) // dtype.itemsize
-    scratch = torch.empty(size, dtype=dtype, device=device)
-    batches: list[Batch] = []
-    room = 0
-    for average_, current in members:
-        for shadow_piece, live_piece in _flat_pieces(average_, current, size):
-            numel = shadow_piece.numel()
-            if numel > room:
-                batches.append(Batch([], [], []))
-                room = size
-            batch = batches[-1]
-            assert batch.scratch is not None
-            batch.scratch.append(scratch[size - room : size - room + numel].view(shadow_piece.shape))
-            batch.shadow.append(shadow_piece)
-            batch.live.append(live_piece)
-            room -= numel
-    return batches
+    scratch = torch.empty(min(size, sum(t[0].numel() for t in tensors)), dtype=dtype, device=device)
+    batches: list[list[tuple[Tensor, ...]]] = [[]]
+    used = 0
+    for members in tensors:
+        for pieces in _flat_pieces(members, size):
+            if used + pieces[0].numel() > scratch.numel():
+                batches.append([])
+                used = 0
+            place = scratch[used : used + pieces[0].numel()].view(pieces[0].shape)
+            batches[-1].append((place, *pieces))
+            used += place.numel()
+    return [_batch(rows, scratch) for rows in batches]
 
 
-def _flat_pieces(average_: Tensor, current: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Aligned one-dimensional views of both tensors, at most `size` elements each."""
-    if average_.stride() == current.stride() and _is_dense(average_):
-        flat_shadow = average_.as_strided((average_.numel(),), (1,))
-        flat_live = current.as_strided((current.numel(),), (1,))
-        return list(zip(flat_shadow.split(size), flat_live.split(size), strict=True))
-    if average_.numel() <= size:
-        return [(average_, current)]
-    return [
-        piece
-        for shadow_row, live_row in zip(average_.unbind(0), current.unbind(0), strict=True)
-        for piece in _flat_pieces(shadow_row, live_row, size)
-    ]
+def _batch(rows: Sequence[tuple[Tensor, ...]], scratch: Tensor) -> Batch:
+    places, shadow, live, *low = (list(column) for column in zip(*rows, strict=True))
+    return Batch(shadow, live, low[0] if low else [], places, scratch[: sum(place.numel() for place in places)])
+
+
+def _flat_pieces(members: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]]:
+    """Views of the same elements of each tensor, at most `size` elements a piece."""
+    first = members[0]
+    if all(t.stride() == first.stride() for t in members) and _is_dense(first):
+        flat = [t.as_strided((t.numel(),), (1,)).split(size) for t in members]
+        return list(zip(*flat, strict=True))
+    if first.numel() <= size:
+        return [members]
+    rows = zip(*(t.unbind(0) for t in members), strict=True)
+    return [pieces for row in rows for pieces in _flat_pieces(row, size)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() == 1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def average(batches: Sequence[Batch], decay: float) -> None:
-    """One update in place: shadow <- shadow + (1 - decay) * (live - shadow). No allocation, no synchronization.
+def average(
+    batches: Sequence[Batch], decay: float, *, gate: Tensor | None = None, skipped: Tensor | None = None
+) -> None:
+    """One update in place: shadow <- shadow + (1 - decay) * (live - shadow). No full-size temporary, no sync.
 
     Where live and shadow are equal, the shadow does not change by a bit, whatever the decay.
 
     Args:
-        batches: from `plan`.
+        batches: from `plan`; with room if `gate` or `skipped` is given.
         decay: weight of the old average, in [0, 1].
+        gate: 0-dim floating tensor on the batches' device: 1 lets the update happen, 0 makes it none.
+        skipped: 0-dim int64 tensor. If given, elements whose live value is not finite keep their average, and are added
+            to this count.
 
     Example:
         >>> shadow, live = torch.zeros(2), torch.ones(2)
@@ -102,8 +120,34 @@ def average(batches: Sequence[Batch], decay: float) -> None:
     """
     weight = 1.0 - decay
     for batch in batches:
-        if batch.scratch is None:
-            torch._foreach_lerp_(batch.shadow, batch.live, weight)
-        else:
+        if batch.low or gate is not None or skipped is not None:
+            _average_by_difference(batch, weight, gate, skipped)
+        elif batch.scratch:
             torch._foreach_copy_(batch.scratch, batch.live)
             torch._foreach_lerp_(batch.shadow, batch.scratch, weight)
+        else:
+            torch._foreach_lerp_(batch.shadow, batch.live, weight)
+
+
+def _average_by_difference(batch: Batch, weight: float, gate: Tensor | None, skipped: Tensor | None) -> None:
+    change = batch.scratch
+    torch._foreach_copy_(change, batch.live)
+    torch._foreach_sub_(change, batch.shadow)
+    if batch.low:
+        torch._foreach_sub_(change, batch.low)
+    if skipped is not None:
+        assert batch.room is not None
+        skipped.add_(batch.room.isfinite().logical_not_().sum().to(skipped.device, non_blocking=True))
+        # Adding -0.0 changes no bit of any number; adding 0.0 would turn -0.0 into 0.0.
+        batch.room.nan_to_num_(nan=-0.0, posinf=-0.0, neginf=-0.0)
+    if gate is not None:
+        torch._foreach_mul_(change, gate)
+    if not batch.low:
+        torch._foreach_add_(batch.shadow, change, alpha=weight)
+        return
+    # Kahan and Babuska: what rounding takes from the sum stays in `low`, and joins the next change.
+    torch._foreach_add_(batch.low, change, alpha=weight)
+    torch._foreach_copy_(change, batch.shadow)
+    torch._foreach_add_(batch.shadow, batch.low)
+    torch._foreach_sub_(change, batch.shadow)
+    torch._foreach_add_(batch.low, change)

@@ -1,52 +1,58 @@
 """The exponential moving average of a model's weights, each rank keeping that of its own shard."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_ema_lib import averaging
-from fsdp_ema_lib.agreement import raise_together
-from fsdp_ema_lib.decay import Constant, Schedule, as_schedule, decay_at, from_config, to_config
-from fsdp_ema_lib.layout import Layout, Shard, full_buffer
-from fsdp_ema_lib.names import is_predictive_aux_key, normalize_generator_fsdp_key, normalize_generator_fsdp_state_dict
-from fsdp_ema_lib.process_group import comm_device, is_main_process
-from fsdp_ema_lib.sharded_view import ShardedView
-
-STATE_VERSION = 1
-# The settings travel as JSON in a tensor of this fixed size, so that loading a state unpickles nothing.
-CONFIG_BYTES = 2048
+from fsdp_ema_lib import averaging, ema_state, full_state
+from fsdp_ema_lib.agreement import from_rank_zero, raise_together, refuse_disagreement
+from fsdp_ema_lib.decay import Constant, Schedule, as_schedule, decay_at
+from fsdp_ema_lib.layout import Layout, Shard
+from fsdp_ema_lib.process_group import is_main_process
+from fsdp_ema_lib.tracking import Coverage, Selection
 
 Model = nn.Module | Sequence[nn.Module]
+PRECISIONS = ("fp32", "fp64", "compensated")
+NONFINITE = ("propagate", "skip")
 
 
-class EMA_FSDP:  # noqa: N801 - the name its users type
+class EMA_FSDP:
     """Exponential moving average of a model's trainable weights, kept in fp32 by each rank for its own shard.
 
     Works on plain modules, DDP, FSDP1 and FSDP2 alike; parameters have the names that they have in the plain model.
-    Tracked are the trainable floating-point and complex parameters. A parameter that becomes trainable later is tracked
-    from the next update on, starting from its weights at that moment. Frozen parameters and buffers are not averaged:
-    exports take them from the live model.
+    Tracked are the trainable floating-point and complex parameters. One that becomes trainable later is tracked from
+    the next update on, starting from its weights at that moment. Exports take everything else from the live model.
 
     Args:
-        module: the model, already wrapped and on its device, or a list of model parts. Every rank of a sharded model must
-            build its EMA; under DDP a single rank may.
+        module: the model, already wrapped and on its device, or a list of model parts. Every rank of a sharded model
+            must build its EMA, and the ranks compare what they track; under DDP a single rank may build one.
         decay: weight of the old average at each update, in [0, 1), or a schedule from `fsdp_ema_lib.decay`, or any
             callable from the number of the update (1 for the first) to a decay in [0, 1].
+        include: name patterns (`fnmatch`); if given, only parameters that match one are tracked.
+        exclude: name patterns of parameters that are not tracked.
+        buffers: "copy" (exports carry the live buffers), "leave_out" (they have none), or name patterns of
+            floating-point buffers to average; the others are copied.
+        precision: "fp32"; "fp64" for fp64 averages; "compensated" keeps beside the fp32 average what rounding took from
+            it (another 4 bytes per element), so that decays beyond 0.99999 still move. fp64 parameters always have fp64
+            averages.
+        start_after: for so many updates the average is the live weights; the schedule counts from there.
+        update_every: only every so many calls of `update` touch the average, with the product of the decays of the
+            steps between, so that half-life in steps does not change. `num_updates` counts every call.
+        nonfinite: "propagate" averages NaN and infinity like any number; "skip" leaves the average of an element
+            untouched while its live value is not finite, and counts it in `num_skipped`.
 
     Attributes:
         shadow: name -> this rank's local average; fp32 (fp64 for fp64 parameters), of the local shard's shape.
-        num_updates: number of updates since construction or `reset`.
+        num_updates: calls of `update` since construction or `reset`.
 
     Raises:
         TypeError: a parameter has no values that can be averaged (meta device, ZeRO-3, lazy, sparse), named.
-        ValueError: `decay` outside its range, or no trainable floating-point parameter.
+        ValueError: an argument outside its range, a pattern that matches nothing, no trainable floating-point
+            parameter, or ranks that disagree about the parameters.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -56,31 +62,70 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
         (1, ['bias', 'weight'])
     """
 
-    def __init__(self, module: Model, decay: float | Schedule | Callable[[int], float] = 0.999) -> None:
+    def __init__(
+        self,
+        module: Model,
+        decay: float | Schedule = 0.999,
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        buffers: str | Sequence[str] = "copy",
+        precision: str = "fp32",
+        start_after: int = 0,
+        update_every: int = 1,
+        nonfinite: str = "propagate",
+    ) -> None:
         self.decay = decay
         self.num_updates = 0
+        self.start_after = _check_count(start_after, "start_after", 0)
+        self.update_every = _check_count(update_every, "update_every", 1)
+        self.precision = _check_choice(precision, "precision", PRECISIONS)
+        self.nonfinite = _check_choice(nonfinite, "nonfinite", NONFINITE)
+        self._selection = Selection(include, exclude, buffers)
+        self._swapped = False
+        self._low: dict[str, Tensor] = {}
         self.shadow: dict[str, Tensor] = {}
         self._module = module
         self._layout = Layout(module)
-        tracked = [shard for shard in self._layout.shards.values() if _is_trackable(shard)]
-        if not tracked:
-            raise ValueError(_nothing_to_track(self._layout))
-        self.shadow = {shard.name: _shadow_of(shard.live()) for shard in tracked}
-        self._plan_batches()
+        error: Exception | None = None
+        try:
+            self._selection.refuse_idle_patterns(self._layout)
+            tracked = self._selection.coverage(self._layout).tracked
+            if not tracked:
+                raise ValueError(_nothing_to_track(self._layout, self._selection))
+        except ValueError as problem:
+            error = problem
+        raise_together(error, self._layout.groups())
+        refuse_disagreement(_identity(self._layout, tracked), self._layout.groups())
+        for name in tracked:
+            self._start(name)
+        self._plan()
 
     @property
-    def decay(self) -> float | Schedule | Callable[[int], float]:
+    def decay(self) -> float | Schedule:
         """The decay as it was given: a number, a schedule or a callable. Assigning one is checked."""
         return self._decay
 
     @decay.setter
-    def decay(self, value: float | Schedule | Callable[[int], float]) -> None:
+    def decay(self, value: float | Schedule) -> None:
         self._schedule = as_schedule(value)
         self._decay = value
 
+    @property
+    def num_skipped(self) -> int:
+        """Elements whose average was left untouched so far because the live value was not finite, on this rank.
+
+        Reading it waits for the device. It is counted with `nonfinite="skip"` alone.
+        """
+        return int(self._skipped)
+
+    def coverage(self) -> Coverage:
+        """What is averaged, what exports copy from the live model, what they leave out, and why. Local."""
+        return self._selection.coverage(self._layout)
+
     @torch.no_grad()
     def update(self, module: Model) -> None:
-        """Move the average towards the live weights. Local: no collective, no host synchronization, no allocation.
+        """Move the average towards the live weights. Local: no collective, no host synchronization.
 
         Call it once after each optimizer step (not after each micro-batch of an accumulated one).
 
@@ -89,22 +134,44 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
 
         Raises:
             ValueError: the names or shapes differ, or the schedule's decay is outside [0, 1]; nothing changed.
-            RuntimeError: FSDP1 holds the parameters unsharded at this moment.
+            RuntimeError: FSDP1 holds the parameters unsharded at this moment, or the average is swapped into the model.
         """
-        self._bind(module)
-        decay = decay_at(self._schedule, self.num_updates + 1)
-        averaging.average(self._batches, decay)
-        self.num_updates += 1
+        self._refuse_while_swapped("update")
+        step = self.num_updates + 1
+        if step % self.update_every == 0:
+            decay = self._decay_over(step - self.update_every + 1, step)
+            self._bind(module)
+            skipped = self._skipped if self.nonfinite == "skip" else None
+            averaging.average(self._batches, decay, skipped=skipped)
+        self.num_updates = step
+
+    def _decay_over(self, first: int, last: int) -> float:
+        """The product of the decays of the steps `first` to `last`; 0 up to `start_after`."""
+        if first <= self.start_after:
+            return 0.0
+        steps = range(first - self.start_after, last - self.start_after + 1)
+        return math.prod(decay_at(self._schedule, step) for step in steps)
 
     def reset(self, module: Model) -> None:
-        """Start again from the live weights, with a count of zero: for weights that were loaded after the EMA was built.
+        """Start again from the live weights, with a count of zero: for weights that were loaded after it was built.
 
-        Local. Tracks what is trainable now.
+        Tracks what is trainable now. Every rank of a sharded model must call, as for building an EMA.
 
         Raises:
-            TypeError, ValueError: as when building an EMA; nothing changed.
+            TypeError, ValueError: as when building an EMA. RuntimeError: inside `swapped_into`. Nothing changed.
         """
-        fresh = EMA_FSDP(module, self._decay)
+        self._refuse_while_swapped("reset")
+        fresh = EMA_FSDP(
+            module,
+            self._decay,
+            include=self._selection.include,
+            exclude=self._selection.exclude,
+            buffers=self._selection.buffers,
+            precision=self.precision,
+            start_after=self.start_after,
+            update_every=self.update_every,
+            nonfinite=self.nonfinite,
+        )
         self.__dict__.update(fresh.__dict__)
 
     @contextmanager
@@ -112,129 +179,96 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
         """Put the average into the model for the length of a `with` block, then restore the live weights bit for bit.
 
         Local, no collective; every rank must enter before any runs a forward. The average is rounded to the live dtype.
+        Averaged buffers are swapped too, all others stay live. The live weights come back also after an error.
 
         Raises:
-            ValueError, RuntimeError: as for `update`.
+            ValueError: as for `update`. RuntimeError: as for `update`, or entered twice.
         """
+        self._refuse_while_swapped("swapped_into")
         layout = self._bind(module)
         backup: dict[str, Tensor] = {}
+        self._swapped = True
         try:
-            with torch.no_grad():
-                layout.before_write()
-                for name, average in self.shadow.items():
-                    live = layout.shards[name].live()
-                    backup[name] = live.clone()
-                    live.copy_(average)
+            _copy_into(layout, self.shadow, backup)
             yield
         finally:
-            with torch.no_grad():
-                layout.before_write()
-                for name, kept in backup.items():
-                    layout.shards[name].live().copy_(kept)
+            _copy_into(layout, backup)
+            self._swapped = False
+
+    def copy_to(self, module: Model) -> None:
+        """Write the average into the model for good, rounded to the live dtype. Local; every rank must call.
+
+        Raises:
+            ValueError, RuntimeError: as for `swapped_into`.
+        """
+        self._refuse_while_swapped("copy_to")
+        _copy_into(self._bind(module), self.shadow)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the average is in a model at this moment, inside a `swapped_into` block."""
+        return self._swapped
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, the count and the schedule, ready for torch.distributed.checkpoint. Local, nothing is copied.
+        """The average, the count and the settings, ready for torch.distributed.checkpoint. Local, nothing is copied.
 
         Tensors alone: `shadow` (name -> this rank's shard, in a form that knows its place in the full tensor, so that
-        ranks never look like replicas of each other), `num_updates` (int64) and `config` (JSON in uint8). The names and full
-        shapes do not depend on how the model is sharded: `dcp.load` moves the state to another layout or world size.
-        For a plain dictionary of full tensors use `full_state_dict`.
+        ranks never look like replicas of each other), `low` (the same for the low-order parts, with
+        `precision="compensated"`), `num_updates` and `num_skipped` (int64) and `config` (JSON in uint8). Names and
+        full shapes do not depend on how the model is sharded: `dcp.load` moves the state to another layout or world
+        size. For a plain dictionary of full tensors use `full_state_dict`.
         """
-        shards = self._layout.shards
-        config = {
-            "version": STATE_VERSION,
-            "decay": to_config(self._schedule),
-            "tracked": _digest(shards[name] for name in self.shadow),
-        }
-        return {
-            "shadow": {name: shards[name].view(average) for name, average in self.shadow.items()},
-            "num_updates": torch.tensor(self.num_updates, dtype=torch.int64),
-            "config": _encode(config),
-        }
+        state: dict[str, Any] = {"shadow": self._views(self.shadow)}
+        if self._low:
+            state["low"] = self._views(self._low)
+        state["num_updates"] = torch.tensor(self.num_updates, dtype=torch.int64)
+        state["num_skipped"] = self._skipped.to("cpu", copy=True)
+        state["config"] = ema_state.encode(
+            ema_state.Config.of(self._schedule, self.start_after, self.update_every, self.precision, self._tracked())
+        )
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on a model that is sharded the same way.
 
-        To load a state from another layout or world size, let `torch.distributed.checkpoint.load` fill `state_dict()` first (it does
-        so by itself for an object with these two methods). Every rank of a sharded model must call; all succeed
-        or all raise.
+        To load a state from another layout or world size, let `torch.distributed.checkpoint.load` fill `state_dict()`
+        first (it does so by itself for an object with these two methods). Every rank of a sharded model must call; all
+        succeed or all raise. A plain function as decay is not in the state: the one given here stays.
 
         Raises:
             ValueError: the state is of another model, another shard or a later version; every difference is listed and
                 nothing changed.
-            TypeError: an entry has another dtype than this EMA's.
         """
         error: Exception | None = None
-        schedule: Schedule | None = None
+        config: ema_state.Config | None = None
         try:
-            schedule = self._check_state(state_dict)
-        except (TypeError, ValueError) as found:
-            error = found
+            config = ema_state.check(state_dict, self.state_dict())
+        except (TypeError, ValueError) as problem:
+            error = problem
         raise_together(error, self._layout.groups())
-        for name, average in self.shadow.items():
-            saved = _local_of(state_dict["shadow"][name])
-            if saved.data_ptr() != average.data_ptr():
-                average.copy_(saved)
+        assert config is not None
+        for mine, saved in ((self.shadow, "shadow"), (self._low, "low")):
+            for name, average in mine.items():
+                local = ema_state.local_of(state_dict[saved][name])
+                if local.data_ptr() != average.data_ptr():
+                    average.copy_(local)
         self.num_updates = int(state_dict["num_updates"])
-        if schedule is not None and schedule != self._schedule:
+        self._skipped.fill_(int(state_dict["num_skipped"]))
+        self.start_after, self.update_every = config.start_after, config.update_every
+        if (schedule := config.schedule()) is not None and schedule != self._schedule:
             self.decay = schedule.decay if isinstance(schedule, Constant) else schedule
 
-    def _check_state(self, state_dict: Mapping[str, Any]) -> Schedule | None:
-        """Raise unless the state fits; the schedule that it holds, None for a plain function, which is code and not saved."""
-        missing = {"shadow", "num_updates", "config"} - set(state_dict)
-        if missing:
-            raise ValueError(
-                f"the EMA state lacks {', '.join(sorted(missing))} (it has {', '.join(map(str, state_dict)) or 'nothing'}). "
-                f"Pass what EMA_FSDP.state_dict() returned; for a dictionary of full tensors use load_full_state_dict."
-            )
-        config = _decode(state_dict["config"])
-        if config["version"] > STATE_VERSION:
-            raise ValueError(
-                f"the EMA state has version {config['version']}, this library reads up to {STATE_VERSION}: "
-                f"update fsdp_ema_lib."
-            )
-        differences = self._differences(state_dict["shadow"])
-        if differences:
-            raise ValueError("the EMA state does not fit this model:\n" + "\n".join(differences))
-        if config["tracked"] != _digest(self._layout.shards[name] for name in self.shadow):
-            raise ValueError(
-                "the EMA state was saved while other parameters were tracked than are now (or of other shapes). "
-                "Freeze and unfreeze the model as it was at the save, build the EMA, then load."
-            )
-        return None if config["decay"].get("kind") == "callable" else from_config(config["decay"])
-
-    def _differences(self, saved: Mapping[str, Any]) -> list[str]:
-        lines = [f"{name}: missing in the state" for name in self.shadow if name not in saved]
-        lines += [f"{name}: in the state, but not tracked here" for name in saved if name not in self.shadow]
-        for name, average in self.shadow.items():
-            if name not in saved:
-                continue
-            here, there = self._layout.shards[name].view(average), saved[name]
-            if not isinstance(there, Tensor):
-                lines.append(f"{name}: the state holds {type(there).__name__}, a tensor was expected")
-            elif here.shape != there.shape:
-                lines.append(f"{name}: the state holds {tuple(there.shape)}, this model has {tuple(here.shape)}")
-            elif here.dtype != there.dtype:
-                lines.append(f"{name}: the state holds {there.dtype}, this average is {here.dtype}")
-            elif _place(here) != _place(there):
-                lines.append(
-                    f"{name}: the state holds {_place(there)} of the full tensor, this rank has {_place(here)}; "
-                    f"let torch.distributed.checkpoint.load reshard it"
-                )
-        return lines
-
-    @torch.no_grad()
     def full_state_dict(self, module: Model, *, export_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Gather the whole averaged model: what the plain model loads with `strict=True`.
 
-        Collective: every rank must call. Gathers one FSDP1 unit or one DTensor at a time, and never touches the live weights.
-        Tied parameters come under each of their names; frozen parameters and buffers come from the live model.
+        Collective: every rank must call. Gathers one FSDP1 unit or one DTensor at a time, and never touches the live
+        weights. Tied parameters come under each of their names; what is not averaged comes from the live model.
 
         Args:
             module: the model that the EMA was built for.
-            export_dtype: floating dtype of the exported parameters; None keeps the average's own (fp32) and the frozen
-                parameters'. Buffers keep theirs.
+            export_dtype: floating dtype of the exported parameters; None keeps the average's own (fp32) and that of the
+                parameters that are not averaged. Buffers keep theirs.
 
         Returns:
             On rank 0, name -> tensor on the CPU, in the order of the plain model's `state_dict()`; elsewhere {}.
@@ -242,15 +276,31 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
         Raises:
             TypeError: `export_dtype` is not floating. ValueError, RuntimeError: as for `update`. On every rank.
         """
-        error: Exception | None = None
-        try:
-            _check_export_dtype(export_dtype)
-            self._bind(module)
-        except (TypeError, ValueError, RuntimeError) as found:
-            error = found
-        raise_together(error)
-        layout = Layout(module)  # a new walk: buffers may have been replaced since the last one
-        return collect(layout, layout.live() | self.shadow, export_dtype)
+        return full_state.collect(*self._export(module, export_dtype))
+
+    def stream_full(self, module: Model, *, export_dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `full_state_dict` one after another: at most one FSDP1 unit or DTensor is gathered at a time.
+
+        Collective: every rank must iterate to the end, whatever it does with the tensors.
+
+        Returns:
+            (name, full tensor) on rank 0, in the order in which units are gathered; nothing elsewhere. A tensor may be
+            a view of its unit: copy or write it before going on.
+
+        Raises:
+            As `full_state_dict`.
+        """
+        return full_state.stream(*self._export(module, export_dtype))
+
+    def full_entries(
+        self, module: Model, *, export_dtype: torch.dtype | None = None
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and full shapes of what `stream_full` will yield. Collective for its checks, gathers nothing.
+
+        Raises:
+            As `full_state_dict`.
+        """
+        return full_state.entries(*self._export(module, export_dtype))
 
     @torch.no_grad()
     def load_full_state_dict(
@@ -263,12 +313,12 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
     ) -> None:
         """Set the average from full tensors, as `full_state_dict` returns them; the update count stays.
 
-        Collective: every rank must call. Rank 0's dict rules, the others may pass {}. One tensor at a time is broadcast,
-        and each rank keeps its own slice. All ranks succeed, or all raise and nothing changed.
+        Collective: every rank must call. Rank 0's dict rules, the others may pass {}. One tensor at a time is
+        broadcast, and each rank keeps its own slice. All ranks succeed, or all raise and nothing changed.
 
         Args:
-            full_sd: name -> full tensor; wrapper prefixes are stripped. Entries for frozen parameters and buffers may
-                be there, and are not used; of a tied parameter either name does.
+            full_sd: name -> full tensor; wrapper prefixes are stripped. Entries for what is not averaged may be there,
+                and are not used; of a tied parameter either name does.
             module: the model that the EMA was built for.
             allow_missing_aux: let auxiliary parameters (`is_predictive_aux_key`) be missing; they start from the live
                 weights.
@@ -276,228 +326,168 @@ class EMA_FSDP:  # noqa: N801 - the name its users type
 
         Raises:
             ValueError: missing, unexpected or mis-shaped entries: all of them in one error.
-            TypeError: an entry is no floating-point tensor, or one that this average's dtype would round.
+            TypeError: an entry is no floating-point tensor, or one that the average's dtype cannot hold.
         """
         error: Exception | None = None
         found: dict[str, Tensor] = {}
         try:
             self._bind(module)
             if is_main_process():
-                found = self._check_full(full_sd, allow_missing_aux, expected_shapes)
+                found = full_state.match(self._layout, self.shadow, full_sd, allow_missing_aux, expected_shapes)
         except (TypeError, ValueError, RuntimeError) as problem:
             error = problem
         raise_together(error)
-        names = _from_rank_zero(list(found))
-        staged = {name: self._receive(name, found.get(name)) for name in names}
+        names = from_rank_zero(list(found))
+        staged = {n: full_state.receive(self._shard(n), self.shadow[n], found.get(n)) for n in names}
         for name, average in self.shadow.items():
-            average.copy_(staged[name] if name in staged else self._layout.shards[name].live())
+            average.copy_(staged[name] if name in staged else self._shard(name).live())
+        for low in self._low.values():
+            low.zero_()
 
-    def _check_full(
-        self, full_sd: Mapping[str, Any], allow_missing_aux: bool, expected_shapes: Mapping[str, Sequence[int]] | None
-    ) -> dict[str, Tensor]:
-        """The tensors of the tracked parameters by primary name; raises with every fault of the dict."""
+    def _export(
+        self, module: Model, export_dtype: torch.dtype | None
+    ) -> tuple[Layout, dict[str, Tensor], torch.dtype | None]:
+        """What an export streams, or the same error on every rank."""
+        error: Exception | None = None
         layout = self._layout
-        given = _canonical(full_sd, layout)
-        faults = [f"{name}: not a parameter or buffer of this model" for name in given if name not in layout.primary]
-        found: dict[str, Tensor] = {}
-        type_faults: list[str] = []
-        for name, average in self.shadow.items():
-            shard = layout.shards[name]
-            tied = [alias for alias in (name, *shard.aliases) if alias in given]
-            if not tied:
-                if not (allow_missing_aux and is_predictive_aux_key(name)):
-                    faults.append(f"{name}: missing; this model has {tuple(shard.shape)}")
-                continue
-            found[name] = given[tied[0]]
-            type_faults += [text for alias in tied if (text := _type_fault(alias, given[alias], average.dtype))]
-            faults += [text for alias in tied if (text := _shape_fault(alias, given[alias], shard.shape))]
-            if not type_faults and not faults:
-                faults += [
-                    f"{alias}: differs from {tied[0]}, but both are one tied parameter of this model"
-                    for alias in tied[1:]
-                    if not torch.equal(given[alias], given[tied[0]])
-                ]
-        if expected_shapes is not None:
-            shapes = normalize_generator_fsdp_state_dict(expected_shapes)
-            for name, value in given.items():
-                if name not in shapes:
-                    faults.append(f"{name}: expected_shapes has no shape for it")
-                elif tuple(value.shape) != tuple(shapes[name]):
-                    faults.append(f"{name}: the dict holds {tuple(value.shape)}, expected_shapes says {tuple(shapes[name])}")
-        if faults or type_faults:
-            hint = "Load it into the model that it was saved from"
-            hint += "." if allow_missing_aux else ", or pass allow_missing_aux=True if only auxiliary heads are missing."
-            kind = TypeError if type_faults and not faults else ValueError
-            raise kind("the full EMA state does not fit this model:\n" + "\n".join(faults + type_faults) + "\n" + hint)
-        return found
-
-    def _receive(self, name: str, full: Tensor | None) -> Tensor:
-        """This rank's slice of a tensor that rank 0 has."""
-        shard, average = self._layout.shards[name], self.shadow[name]
-        local = torch.empty_like(average)
-        if not dist.is_initialized():
-            assert full is not None
-            shard.fill(local, full.to(average.dtype))
-            return local
-        device = comm_device()
-        if full is None:
-            buffer = torch.empty(shard.shape, dtype=average.dtype, device=device)
-        else:
-            buffer = full.to(device=device, dtype=average.dtype).contiguous()
-        dist.broadcast(buffer, src=0)
-        shard.fill(local, buffer)
-        return local
+        try:
+            full_state.check_export_dtype(export_dtype)
+            self._bind(module)
+            layout = Layout(module)  # a new walk: buffers may have been replaced since the last one
+        except (TypeError, ValueError, RuntimeError) as problem:
+            error = problem
+        raise_together(error)
+        left_out = self._selection.coverage(layout).left_out
+        live = {name: tensor for name, tensor in layout.live().items() if name not in left_out}
+        return layout, live | self.shadow, export_dtype
 
     def _bind(self, module: Model) -> Layout:
-        """The layout of `module` as it is now, and batches that read its values; a walk only where something changed."""
+        """The layout of `module` as it is now, and batches that read its values; walks only where something changed."""
         if module is self._module and self._layout.is_current():
             return self._layout
         layout = Layout(module)
         self._refuse_other_model(layout)
-        for name, shard in layout.shards.items():
-            if name not in self.shadow and _is_trackable(shard):
-                self.shadow[name] = _shadow_of(shard.live())  # it became trainable
         self._module, self._layout = module, layout
-        self._plan_batches()
+        for name in self._selection.coverage(layout).tracked:
+            if name not in self.shadow:
+                self._start(name)  # it became trainable
+        self._plan()
         return layout
 
     def _refuse_other_model(self, layout: Layout) -> None:
-        lines = [f"{name}: tracked, but not in this model" for name in self.shadow if name not in layout.shards]
+        known, here = self._layout.shards | self._layout.buffers, layout.shards | layout.buffers
+        lines = [
+            f"{name}: in the model that the EMA was built for, not in this one" for name in known if name not in here
+        ]
         lines += [
-            f"{name}: in this model, but not in the one that the EMA was built for"
-            for name in layout.shards
-            if name not in self._layout.shards
+            f"{name}: in this model, not in the one that the EMA was built for" for name in here if name not in known
         ]
         for name, average in self.shadow.items():
-            if name not in layout.shards:
-                continue
-            shard, live = layout.shards[name], layout.shards[name].live()
-            if shard.shape != self._layout.shards[name].shape:
-                lines.append(
-                    f"{name}: the average is of {tuple(self._layout.shards[name].shape)}, this model has {tuple(shard.shape)}"
-                )
-            elif live.shape != average.shape:
-                lines.append(
-                    f"{name}: this rank averages a shard of {tuple(average.shape)}, this model holds {tuple(live.shape)} here"
-                )
-            elif live.device != average.device:
-                lines.append(f"{name}: the average is on {average.device}, the parameter on {live.device}")
-            elif _shadow_dtype(live.dtype) != average.dtype:
-                lines.append(f"{name}: the average is {average.dtype}, the parameter {live.dtype} would need {_shadow_dtype(live.dtype)}")
+            if name in here and (text := self._misfit(known[name], here[name], average)) is not None:
+                lines.append(f"{name}: {text}")
         if lines:
-            raise ValueError(
-                "this is not the model that the EMA was built for:\n"
-                + "\n".join(lines)
-                + "\nPass that model, or build a new EMA (reset starts again from a changed model's weights)."
-            )
+            hint = "Pass that model, or build a new EMA (reset starts again from a changed model's weights)."
+            raise ValueError("\n".join(["this is not the model that the EMA was built for:", *lines, hint]))
 
-    def _plan_batches(self) -> None:
-        live = [self._layout.shards[name].live() for name in self.shadow]
-        self._batches = averaging.plan(list(self.shadow.values()), live)
+    def _misfit(self, known: Shard, here: Shard, average: Tensor) -> str | None:
+        live = here.live()
+        if here.shape != known.shape:
+            return f"the average is of {tuple(known.shape)}, this model has {tuple(here.shape)}"
+        if live.shape != average.shape:
+            return f"this rank averages a shard of {tuple(average.shape)}, this model holds {tuple(live.shape)} here"
+        if live.device != average.device:
+            return f"the average is on {average.device}, the parameter on {live.device}; build the EMA after moving it"
+        if self._shadow_dtype(live.dtype) != average.dtype:
+            return f"the average is {average.dtype}, a parameter of {live.dtype} needs {self._shadow_dtype(live.dtype)}"
+        return None
+
+    def _start(self, name: str) -> None:
+        """Start one average from the live values."""
+        live = self._shard(name).live()
+        self.shadow[name] = live.to(dtype=self._shadow_dtype(live.dtype), copy=True)
+        if self.precision == "compensated" and self.shadow[name].dtype in (torch.float32, torch.complex64):
+            self._low[name] = torch.zeros_like(self.shadow[name])
+
+    def _shadow_dtype(self, live: torch.dtype) -> torch.dtype:
+        return torch.promote_types(live, torch.float64 if self.precision == "fp64" else torch.float32)
+
+    def _plan(self) -> None:
+        self._layout.watch(
+            [*self._layout.shards.values(), *(self._layout.buffers[n] for n in self._averaged_buffers())]
+        )
+        plain = [name for name in self.shadow if name not in self._low]
+        self._batches: list[averaging.Batch] = []
+        for names, low in ((plain, []), (list(self._low), list(self._low.values()))):
+            shadow, live = [self.shadow[n] for n in names], [self._shard(n).live() for n in names]
+            self._batches += averaging.plan(shadow, live, low, roomy=self.nonfinite == "skip")
+        if not hasattr(self, "_skipped"):
+            self._skipped = torch.zeros((), dtype=torch.int64, device=next(iter(self.shadow.values())).device)
+
+    def _averaged_buffers(self) -> list[str]:
+        return [name for name in self.shadow if name in self._layout.buffers]
+
+    def _shard(self, name: str) -> Shard:
+        shard = self._layout.get(name)
+        assert shard is not None, name
+        return shard
+
+    def _views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._shard(name).view(tensor) for name, tensor in tensors.items()}
+
+    def _tracked(self) -> list[tuple[str, tuple[int, ...]]]:
+        return sorted((name, tuple(self._shard(name).shape)) for name in self.shadow)
+
+    def _refuse_while_swapped(self, what: str) -> None:
+        if self._swapped:
+            raise RuntimeError(
+                f"{what}: the average is in the model at this moment (inside swapped_into), and the live weights are "
+                f"put back when the block ends. Call it outside the block."
+            )
 
 
 @torch.no_grad()
-def collect(layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Gather local tensors and the model's buffers into one full state dict on rank 0. Collective."""
-    gathered: dict[str, Any] = {}
-    for name, full in layout.stream(locals_):
-        castable = export_dtype is not None and full.dtype.is_floating_point
-        gathered[name] = full.to("cpu", dtype=export_dtype if castable else full.dtype, copy=True)
-    for name, buffer in layout.buffers.items():
-        gathered[name] = full_buffer(buffer).to("cpu", copy=True)
-    gathered |= layout.extra_state
-    if not is_main_process():
-        return {}
-    return {name: gathered[primary] for name, primary in layout.primary.items()}
+def _copy_into(layout: Layout, values: Mapping[str, Tensor], backup: dict[str, Tensor] | None = None) -> None:
+    """Write local values into the model, noting in `backup` what was there before each is written."""
+    layout.before_write()
+    for name, value in values.items():
+        shard = layout.get(name)
+        assert shard is not None, name
+        live = shard.live()
+        if backup is not None:
+            backup[name] = live.clone()
+        live.copy_(value)
 
 
-def _is_trackable(shard: Shard) -> bool:
-    return shard.requires_grad and (shard.dtype.is_floating_point or shard.dtype.is_complex)
+def _identity(layout: Layout, tracked: Sequence[str]) -> list[str]:
+    """What all ranks must agree on, a line for each parameter."""
+    names = set(tracked)
+    return [
+        f"{name}: shape {tuple(s.shape)}, {s.dtype}, {'tracked' if name in names else 'not tracked'}"
+        for name, s in layout.shards.items()
+        if s.split_over()
+    ]
 
 
-def _shadow_dtype(live: torch.dtype) -> torch.dtype:
-    return torch.promote_types(live, torch.float32)
+def _check_count(value: Any, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be a whole number of updates, got {value!r}")
+    if value < least:
+        raise ValueError(f"{what} must be at least {least}, got {value}")
+    return value
 
 
-def _shadow_of(live: Tensor) -> Tensor:
-    return live.to(dtype=_shadow_dtype(live.dtype), copy=True)
+def _check_choice(value: Any, what: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return str(value)
 
 
-def _nothing_to_track(layout: Layout) -> str:
+def _nothing_to_track(layout: Layout, selection: Selection) -> str:
     if not layout.shards:
         return "module has no parameters: an EMA needs at least one trainable floating-point parameter."
-    listed = [f"{name} ({s.dtype}, requires_grad={s.requires_grad})" for name, s in layout.shards.items()]
-    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    reasons = [f"{name} ({why})" for name, why in selection.coverage(layout).copied.items() if name in layout.shards]
+    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return (
-        f"module has no trainable floating-point parameter, it has {', '.join(listed[:5])}{more}. "
-        f"Call requires_grad_(True) on what shall be averaged before you build the EMA."
+        f"module has no trainable floating-point parameter that can be tracked, it has {', '.join(reasons[:5])}{more}. "
+        f"Call requires_grad_(True) on what shall be averaged before you build the EMA, or widen the patterns."
     )
-
-
-def _check_export_dtype(export_dtype: torch.dtype | None) -> None:
-    if export_dtype is not None and not (isinstance(export_dtype, torch.dtype) and export_dtype.is_floating_point):
-        raise TypeError(f"export_dtype must be a floating torch.dtype or None, got {export_dtype!r}")
-
-
-def _canonical(full_sd: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The dict under canonical names; a leading `module.` goes unless this model itself has such names."""
-    if any(name.startswith("module.") for name in layout.primary):
-        return {normalize_generator_fsdp_key(name): value for name, value in full_sd.items()}
-    return normalize_generator_fsdp_state_dict(full_sd)
-
-
-def _type_fault(name: str, value: Any, dtype: torch.dtype) -> str | None:
-    if not isinstance(value, Tensor):
-        return f"{name}: a tensor was expected, the dict holds {type(value).__name__}"
-    if not (value.dtype.is_floating_point or value.dtype.is_complex) or torch.promote_types(value.dtype, dtype) != dtype:
-        return f"{name}: the dict holds {value.dtype}, which this average's {dtype} cannot hold exactly; convert it first"
-    return None
-
-
-def _shape_fault(name: str, value: Any, shape: torch.Size) -> str | None:
-    if isinstance(value, Tensor) and value.shape != shape:
-        return f"{name}: the dict holds {tuple(value.shape)}, this model has {tuple(shape)}"
-    return None
-
-
-def _from_rank_zero(names: list[str]) -> list[str]:
-    if not dist.is_initialized():
-        return names
-    message = [names]
-    dist.broadcast_object_list(message, src=0, device=comm_device())
-    return message[0]
-
-
-def _digest(shards: Any) -> str:
-    text = json.dumps(sorted((shard.name, list(shard.shape)) for shard in shards))
-    return sha256(text.encode()).hexdigest()
-
-
-def _encode(config: dict[str, Any]) -> Tensor:
-    text = json.dumps(config).encode()
-    if len(text) > CONFIG_BYTES:
-        raise ValueError(f"the EMA's settings take {len(text)} bytes as JSON, at most {CONFIG_BYTES} fit: {config}")
-    return torch.tensor(list(text.ljust(CONFIG_BYTES)), dtype=torch.uint8)
-
-
-def _decode(config: Tensor) -> dict[str, Any]:
-    try:
-        settings = json.loads(bytes(config.tolist()))
-        return {key: settings[key] for key in ("version", "decay", "tracked")}
-    except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(f"config: the EMA state's settings are not readable ({problem}); the state is damaged.") from problem
-
-
-def _local_of(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return tensor.local if isinstance(tensor, ShardedView) else tensor
-
-
-def _place(tensor: Tensor) -> str:
-    """Which part of the full tensor a saved or tracked tensor holds, in words."""
-    if isinstance(tensor, ShardedView):
-        return f"elements {[(p.offsets, p.sizes) for p in tensor.pieces]}"
-    if isinstance(tensor, DTensor):
-        return f"shard {tensor.placements} of {tensor.device_mesh.shape} at {tensor.device_mesh.get_coordinate()}"
-    return "all"

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fsdp_ema_lib.names import WRAPPER_SEGMENTS
 from fsdp_ema_lib.process_group import comm_device
@@ -47,6 +49,10 @@ class Shard(ABC):
     def view(self, local: Tensor) -> Tensor:
         """`local` in the form in which torch.distributed.checkpoint saves and loads it without a gather."""
 
+    @abstractmethod
+    def split_over(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups whose ranks hold different parts of this parameter; replicas are not counted."""
+
     @property
     def requires_grad(self) -> bool:
         return self.registered.requires_grad
@@ -68,12 +74,12 @@ class Unit(ABC):
 
     @abstractmethod
     def gather(self, locals_: Mapping[str, Tensor], dst: int) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) for the names in `locals_`, on global rank `dst`; the other ranks take part and get nothing."""
+        """(name, full tensor) for the names in `locals_`, on global rank `dst`; other ranks take part, get nothing."""
 
-    def refuse_bad_moment(self) -> None:
+    def refuse_bad_moment(self) -> None:  # noqa: B027 - most kinds can be read at any moment
         """Raise where the parameters cannot be read now."""
 
-    def before_write(self) -> None:
+    def before_write(self) -> None:  # noqa: B027 - most kinds need no preparation
         """Make sure that what is written to the local values is what the next forward uses."""
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -100,8 +106,13 @@ class PlainShard(Shard):
     def view(self, local: Tensor) -> Tensor:
         return local
 
+    def split_over(self) -> tuple[dist.ProcessGroup, ...]:
+        return ()
+
 
 class PlainUnit(Unit):
+    """Everything that every rank holds whole."""
+
     def __init__(self) -> None:
         self.shards: list[PlainShard] = []
 
@@ -132,10 +143,14 @@ class MeshShard(Shard):
 
     def view(self, local: Tensor) -> DTensor:
         param = self.registered
-        # Without both shape and stride every rank would guess its own global shape from its own shard.
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        # Not from_local: it moves a CPU-offloaded shard to the mesh's device, and a load would then fill a copy.
+        meta = TensorMeta(param.shape, param.stride(), local.dtype)
+        return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
+
+    def split_over(self) -> tuple[dist.ProcessGroup, ...]:
+        param = self.registered
+        dims = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        return tuple(param.device_mesh.get_group(dim) for dim in dims)
 
 
 class MeshUnit(Unit):
@@ -161,7 +176,9 @@ class MeshUnit(Unit):
         for shard in self.shards:
             mesh = shard.registered.device_mesh
             if any(p.is_partial() for p in shard.registered.placements):
-                raise TypeError(f"{shard.name}: a DTensor with partial placements on {mesh} has no values of its own yet")
+                raise TypeError(
+                    f"{shard.name}: a DTensor with partial placements on {mesh} has no values of its own yet"
+                )
 
 
 @dataclass(eq=False)
@@ -173,7 +190,9 @@ class FlatShard(Shard):
 
     @property
     def registered(self) -> Tensor:
-        return self.unit.flat._params[self.index] if self.unit.flat._params is not None else self.unit.flat
+        flat = self.unit.flat
+        tensor: Tensor = flat._params[self.index] if flat._params is not None else flat
+        return tensor
 
     def live(self) -> Tensor:
         if self.unit.flat._params is not None:
@@ -200,6 +219,9 @@ class FlatShard(Shard):
 
     def view(self, local: Tensor) -> Tensor:
         return ShardedView(local, self.shape, self.pieces(local)) if self.unit.sharded else local
+
+    def split_over(self) -> tuple[dist.ProcessGroup, ...]:
+        return (self.unit.group,) if self.unit.sharded else ()
 
 
 class FlatUnit(Unit):
@@ -251,7 +273,7 @@ class FlatUnit(Unit):
             if shape[dim] > 1 and stride[dim] != expected:
                 raise TypeError(
                     f"{self.where}.{self.flat._fqns[index]}: strides {tuple(stride)} leave holes or overlap in shape "
-                    f"{tuple(shape)}; FSDP1 cannot flatten that without loss. Make the parameter contiguous before wrapping."
+                    f"{tuple(shape)}; FSDP1 cannot flatten that without loss. Make it contiguous before wrapping."
                 )
             expected *= shape[dim]
         return order
@@ -299,8 +321,8 @@ class FlatUnit(Unit):
             )
         if self.sharded and not self.handle.is_sharded(self.flat):
             raise RuntimeError(
-                f"{self.where}: FSDP1 left {names} unsharded after a forward with gradients enabled and without a backward; "
-                f"call this after backward, or evaluate under torch.no_grad()."
+                f"{self.where}: FSDP1 left {names} unsharded after a forward with gradients enabled and without a "
+                f"backward; call this after backward, or evaluate under torch.no_grad()."
             )
 
 
@@ -328,7 +350,7 @@ class Layout:
             raise TypeError(f"module must be an nn.Module or a list of them, got {module!r}")
         _reshard(self.modules)
         self.shards: dict[str, Shard] = {}
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Shard] = {}
         self.extra_state: dict[str, Any] = {}
         # Name of every entry of the plain model's state dict, in its order -> name under which the value is kept here.
         self.primary: dict[str, str] = {}
@@ -342,7 +364,7 @@ class Layout:
                 self._add_buffers(prefix, owner)
         for unit in self.units:
             unit.refuse_bad_moment()
-        self._watch()
+        self.watch(self.shards.values())
 
     def _find_flat_units(self) -> dict[tuple[int, str], tuple[FlatUnit, int]]:
         """(owning module, attribute) -> the flat parameter that holds it and its number there."""
@@ -375,22 +397,26 @@ class Layout:
             if not self._register(name, id(param)):
                 continue
             if isinstance(param, DTensor):
-                self._add(MeshShard(name, param.shape, owner, key), self._mesh_unit(param))
+                self._add(MeshShard(name, param.shape, owner, key), self._mesh_unit(param), self.shards)
             else:
-                self._add(PlainShard(name, param.shape, owner, key), self._plain)
+                self._add(PlainShard(name, param.shape, owner, key), self._plain, self.shards)
 
     def _add_flat(self, name: str, owner: nn.Module, key: str, unit: FlatUnit, index: int) -> None:
         _refuse_unreadable(name, unit.flat)
         if self._register(name, (id(unit), index)):
-            self._add(FlatShard(name, unit.flat._shapes[index], owner, key, unit=unit, index=index), unit)
+            self._add(FlatShard(name, unit.flat._shapes[index], owner, key, unit=unit, index=index), unit, self.shards)
 
     def _add_buffers(self, prefix: str, owner: nn.Module) -> None:
         for key, buffer in owner._buffers.items():
             if buffer is None or key in owner._non_persistent_buffers_set:
                 continue
             name = prefix + key
-            if self._register(name, id(buffer)):
-                self.buffers[name] = buffer
+            if not self._register(name, id(buffer)):
+                continue
+            if isinstance(buffer, DTensor):
+                self._add(MeshShard(name, buffer.shape, owner, key), self._mesh_unit(buffer), self.buffers)
+            else:
+                self._add(PlainShard(name, buffer.shape, owner, key), self._plain, self.buffers)
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             name = prefix + "_extra_state"
             if self._register(name, id(owner)):
@@ -406,38 +432,40 @@ class Layout:
             )
         first = self._seen.setdefault(identity, name)
         self.primary[name] = first
-        if first != name and first in self.shards:
-            self.shards[first].aliases.append(name)
+        if first != name and (shard := self.get(first)) is not None:
+            shard.aliases.append(name)
         return first == name
+
+    def get(self, name: str) -> Shard | None:
+        """The parameter or buffer of this (primary) name."""
+        return self.shards.get(name) or self.buffers.get(name)
 
     def _mesh_unit(self, param: DTensor) -> MeshUnit:
         key = id(param.device_mesh)
         return self._meshes.setdefault(key, MeshUnit())
 
-    def _add(self, shard: Shard, unit: Unit) -> None:
+    def _add(self, shard: Shard, unit: Unit, table: dict[str, Shard]) -> None:
         if unit not in self.units:
             self.units.append(unit)
         unit.shards.append(shard)
-        self.shards[shard.name] = shard
+        table[shard.name] = shard
 
-    def _watch(self) -> None:
+    def watch(self, shards: Iterable[Shard]) -> None:
         """Remember what `is_current` compares: registered objects and the addresses of their values."""
         # Keeping the tensors themselves makes identity safe: no new object can take a dead one's address.
-        self._slots = []
-        self._mesh_slots = []
-        for shard in self.shards.values():
+        self._slots: list[tuple[dict[str, Any], str, Tensor, int, bool]] = []
+        self._mesh_slots: list[tuple[dict[str, Any], str, Any, Tensor, int, bool]] = []
+        for shard in shards:
             tensor = shard.registered
-            slots = shard.owner._parameters
-            if isinstance(shard, MeshShard):
-                local = shard.registered._local_tensor
+            slots = next((d for d in _slots_of(shard.owner) if d.get(shard.key) is tensor), {shard.key: tensor})
+            if isinstance(tensor, DTensor):
+                local = tensor._local_tensor
                 self._mesh_slots.append((slots, shard.key, tensor, local, local.data_ptr(), tensor.requires_grad))
-            elif tensor is slots.get(shard.key):
+            else:
                 self._slots.append((slots, shard.key, tensor, tensor.data_ptr(), tensor.requires_grad))
-            else:  # use_orig_params=False: only the flat parameter is registered anywhere
-                self._slots.append(({shard.key: tensor}, shard.key, tensor, tensor.data_ptr(), tensor.requires_grad))
 
     def is_current(self) -> bool:
-        """Whether every parameter is still the same object, with its values at the same address, as trainable as before.
+        """Whether every watched parameter is the same object, at the same address, as trainable as before.
 
         One comparison per parameter and no walk through the modules. It notices a replaced parameter, `.data = ...`,
         `.to(...)`, an FSDP2 or FSDP1 parameter that is unsharded at this moment, and a changed `requires_grad`.
@@ -456,8 +484,8 @@ class Layout:
         return True
 
     def live(self) -> dict[str, Tensor]:
-        """This rank's live values of every parameter, by name: aliases, without autograd."""
-        return {name: shard.live() for name, shard in self.shards.items()}
+        """This rank's live values of every parameter and buffer, by name: aliases, without autograd."""
+        return {name: shard.live() for name, shard in (self.shards | self.buffers).items()}
 
     def before_write(self) -> None:
         """Call before writing to local values, so that the next forward uses what is written. Local."""
@@ -486,9 +514,8 @@ class Layout:
             yield from unit.gather(locals_, dst)
 
 
-def full_buffer(buffer: Tensor) -> Tensor:
-    """A buffer's whole value on every rank: collective where it is a DTensor, an alias where it is not."""
-    return buffer.detach().full_tensor() if isinstance(buffer, DTensor) else buffer.detach()
+def _slots_of(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return owner._parameters, owner._buffers
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -517,7 +544,7 @@ def _refuse_unreadable(name: str, param: Tensor) -> None:
             f"{tuple(getattr(param, 'ds_shape', ()))}), so its average would be of nothing. Shard the model with "
             f"fsdp_wrap or fsdp2_wrap instead."
         )
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(param):
         raise TypeError(f"{name}: a lazy module has not created this parameter yet. Run one forward first.")
     if param.is_meta:
         raise TypeError(

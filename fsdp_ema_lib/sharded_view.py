@@ -99,7 +99,7 @@ class ShardedView(torch.Tensor):
         return ShardedView(local, self.shape, pieces)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0]
         if func in _SHAPE_KEEPING:

@@ -20,7 +20,7 @@ GRACE_AFTER_FAILURE_S = 3.0
 
 
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
-    log = open(Path(folder) / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115 - lives as long as the process
+    log = open(Path(folder) / f"rank{rank}.log", "w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     import torch
@@ -94,11 +94,13 @@ class RankPool:
         return [replies[rank][1] for rank in range(len(self.connections))]
 
     def _report(self, failed: dict[int, str], silent: list[int], timeout: float) -> str:
-        parts = [f"--- rank {rank} failed ---\n{text}" for rank, text in failed.items()]
+        parts = [f"--- rank {rank} failed ---\n{text}\n{self._log(rank)}" for rank, text in failed.items()]
         for rank in silent:
-            log = (Path(self.folder) / f"rank{rank}.log").read_text()[-4000:]
-            parts.append(f"--- rank {rank} gave no answer (limit {timeout:.0f} s) ---\n{log}")
+            parts.append(f"--- rank {rank} gave no answer (limit {timeout:.0f} s) ---\n{self._log(rank)}")
         return "\n".join(parts)
+
+    def _log(self, rank: int) -> str:
+        return (Path(self.folder) / f"rank{rank}.log").read_text()[-4000:]
 
     def close(self, kill: bool = False) -> None:
         for connection, process in zip(self.connections, self.processes, strict=True):
@@ -124,7 +126,7 @@ class RankPools:
     def __call__(
         self, world_size: int, worker: Callable[..., Any], *, timeout: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
-        """Run `worker(**kwargs)` on every rank; returns the results in rank order, raises with each failed rank's traceback."""
+        """Run `worker(**kwargs)` on every rank; returns the results in rank order, or raises with each traceback."""
         if world_size not in self.pools:
             self.pools[world_size] = RankPool(world_size)
         try:

@@ -1,13 +1,8 @@
 """EMA_FSDP against a float64 reference on the unsharded tensors, under every layout."""
 
-import copy
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from zoo import LAYOUTS, SAME_DATA, Reference, Zoo, full_live_weights, relative_error, train
 

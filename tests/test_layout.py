@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from zoo import FOUR_RANKS_ONLY, LAYOUTS, Zoo, full_live_weights
+from zoo import LAYOUTS, Zoo, full_live_weights
 
 from fsdp_ema_lib.layout import Layout
-from fsdp_ema_lib.sharded_view import ShardedView, interval_boxes
+from fsdp_ema_lib.sharded_view import interval_boxes
 
 SHARDABLE = ("tied", "frozen", "buffers", "tiny")
 
@@ -32,7 +28,7 @@ def test_interval_boxes_cover_exactly_the_interval_in_order(shape, data):
 
 def worker_gather(layout: str, features: tuple[str, ...], dtype: torch.dtype) -> dict[str, object]:
     plain = Zoo(features, dtype)
-    names = [name for name in plain.state_dict()]
+    names = list(plain.state_dict())
     model = LAYOUTS[layout](plain)
     found = Layout(model)
     expected = full_live_weights(model)
@@ -42,7 +38,7 @@ def worker_gather(layout: str, features: tuple[str, ...], dtype: torch.dtype) ->
         if not torch.equal(full, expected[name]) or full.dtype != expected[name].dtype:
             wrong.append(name)
     unfilled = []
-    for name, shard in found.shards.items():
+    for name, shard in (found.shards | found.buffers).items():
         local = torch.full_like(shard.live(), 7 if shard.dtype == torch.int64 else math.nan)
         shard.fill(local, expected[name])
         if not torch.equal(local, shard.live()):
@@ -52,7 +48,7 @@ def worker_gather(layout: str, features: tuple[str, ...], dtype: torch.dtype) ->
         "wrong": wrong,
         "unfilled": unfilled,
         "gathered": sorted(gathered),
-        "shards": sorted(found.shards),
+        "all": sorted(found.shards | found.buffers),
         "current": found.is_current(),
     }
 
@@ -63,7 +59,7 @@ def check_gather(ranks, world_size, layout, features, dtype):
         assert result["same_names"], f"rank {rank}"
         assert result["wrong"] == [], f"rank {rank}"
         assert result["unfilled"] == [], f"rank {rank}"
-        assert result["gathered"] == (result["shards"] if rank == 0 else []), f"rank {rank}"
+        assert result["gathered"] == (result["all"] if rank == 0 else []), f"rank {rank}"
         assert result["current"], f"rank {rank}"
 
 

@@ -167,9 +167,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "tp_fsdp2": _tp_fsdp2,
 }
 # These need a 2 x 2 mesh.
-FOUR_RANKS_ONLY = frozenset(
-    {"fsdp1_hybrid_full", "fsdp1_hybrid_zero2", "fsdp2_reshard_int", "hsdp", "tp_fsdp2"}
-)
+FOUR_RANKS_ONLY = frozenset({"fsdp1_hybrid_full", "fsdp1_hybrid_zero2", "fsdp2_reshard_int", "hsdp", "tp_fsdp2"})
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
