@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from fsdp_ema_lib import averaging, ema_state, full_state
+from fsdp_ema_lib import averaging, ema_state, full_state, health
 from fsdp_ema_lib.agreement import from_rank_zero, raise_together, refuse_disagreement
 from fsdp_ema_lib.decay import Constant, Schedule, as_schedule, decay_at
 from fsdp_ema_lib.layout import Layout, Shard
@@ -76,13 +77,15 @@ class EMA_FSDP:
         nonfinite: str = "propagate",
     ) -> None:
         self.decay = decay
-        self.num_updates = 0
+        self._count = 0
         self.start_after = _check_count(start_after, "start_after", 0)
         self.update_every = _check_count(update_every, "update_every", 1)
         self.precision = _check_choice(precision, "precision", PRECISIONS)
         self.nonfinite = _check_choice(nonfinite, "nonfinite", NONFINITE)
         self._selection = Selection(include, exclude, buffers)
         self._swapped = False
+        self._hook: RemovableHandle | None = None
+        self._gated: Tensor | None = None
         self._low: dict[str, Tensor] = {}
         self.shadow: dict[str, Tensor] = {}
         self._module = module
@@ -112,6 +115,24 @@ class EMA_FSDP:
         self._decay = value
 
     @property
+    def num_updates(self) -> int:
+        """Calls of `update` since construction or `reset`.
+
+        After fused optimizer steps under a GradScaler, reading it waits for the device, which alone knows how many of
+        them were skipped.
+        """
+        if self._gated is not None:
+            self._count -= int(self._gated)
+            self._gated.zero_()
+        return self._count
+
+    @num_updates.setter
+    def num_updates(self, value: int) -> None:
+        if self._gated is not None:
+            self._gated.zero_()
+        self._count = _check_count(value, "num_updates", 0)
+
+    @property
     def num_skipped(self) -> int:
         """Elements whose average was left untouched so far because the live value was not finite, on this rank.
 
@@ -136,14 +157,19 @@ class EMA_FSDP:
             ValueError: the names or shapes differ, or the schedule's decay is outside [0, 1]; nothing changed.
             RuntimeError: FSDP1 holds the parameters unsharded at this moment, or the average is swapped into the model.
         """
+        self._update(module, None)
+
+    def _update(self, module: Model, gate: Tensor | None) -> None:
+        """One update; `gate`, on the device, is 0 for none and 1 for one."""
         self._refuse_while_swapped("update")
-        step = self.num_updates + 1
+        # With a gate the count runs ahead of the truth, but then the decay does not depend on it.
+        step = (self._count if gate is not None else self.num_updates) + 1
         if step % self.update_every == 0:
             decay = self._decay_over(step - self.update_every + 1, step)
             self._bind(module)
             skipped = self._skipped if self.nonfinite == "skip" else None
-            averaging.average(self._batches, decay, skipped=skipped)
-        self.num_updates = step
+            averaging.average(self._batches, decay, gate=gate, skipped=skipped)
+        self._count = step
 
     def _decay_over(self, first: int, last: int) -> float:
         """The product of the decays of the steps `first` to `last`; 0 up to `start_after`."""
@@ -151,6 +177,73 @@ class EMA_FSDP:
             return 0.0
         steps = range(first - self.start_after, last - self.start_after + 1)
         return math.prod(decay_at(self._schedule, step) for step in steps)
+
+    def attach(self, optimizer: torch.optim.Optimizer, module: Model | None = None) -> None:
+        """Update by itself after each real step of `optimizer`, until `detach`.
+
+        Micro-batches of an accumulated step do not count, nor do steps that a GradScaler skips. A fused optimizer takes
+        such a step and lets the device skip it: its `found_inf` then gates the update on the device, without a host
+        synchronization if the decay is a constant, `update_every` 1 and `start_after` 0, and with one otherwise.
+
+        Args:
+            optimizer: one that steps parameters of the model.
+            module: the model; None for the one that the EMA was built for.
+
+        Raises:
+            RuntimeError: already attached. ValueError: the optimizer holds none of the tracked parameters.
+        """
+        if self._hook is not None:
+            raise RuntimeError("attach: this EMA is attached to an optimizer already; call detach() first")
+        module = self._module if module is None else module
+        layout = self._bind(module)
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not any(id(self._shard(name).registered) in stepped for name in self.shadow if name in layout.shards):
+            raise ValueError(
+                "optimizer: it holds none of the parameters that this EMA tracks, so the average would never move. "
+                "Build the optimizer from the wrapped model's parameters."
+            )
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._after_step(optimizer, module)
+
+        self._hook = optimizer.register_step_post_hook(after_step)
+
+    def detach(self) -> None:
+        """Undo `attach`; nothing happens if it was not attached."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, module: Model) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None:
+            self._update(module, None)
+            return
+        if not (isinstance(self._schedule, Constant) and self.update_every == 1 and self.start_after == 0):
+            if not bool(found_inf):
+                self._update(module, None)
+            return
+        if self._gated is None:
+            self._gated = torch.zeros((), dtype=torch.int64, device=found_inf.device)
+            self._plan()  # a gate needs room
+        self._update(module, (found_inf == 0).to(torch.float32))
+        self._gated += found_inf != 0
+
+    @torch.no_grad()
+    def health(self, module: Model) -> health.Health:
+        """How far the average is from the live weights, and whether it still moves.
+
+        Every rank of a sharded model must call: sums are reduced over the ranks that share a parameter. Everything is
+        computed on the device, and read once.
+
+        Raises:
+            ValueError, RuntimeError: as for `update`.
+        """
+        layout = self._bind(module)
+        return health.measure(
+            layout, self.shadow, self._low, self._decay_over(self.num_updates + 1, self.num_updates + 1)
+        )
 
     def reset(self, module: Model) -> None:
         """Start again from the live weights, with a count of zero: for weights that were loaded after it was built.
@@ -161,6 +254,7 @@ class EMA_FSDP:
             TypeError, ValueError: as when building an EMA. RuntimeError: inside `swapped_into`. Nothing changed.
         """
         self._refuse_while_swapped("reset")
+        hook = self._hook
         fresh = EMA_FSDP(
             module,
             self._decay,
@@ -173,6 +267,7 @@ class EMA_FSDP:
             nonfinite=self.nonfinite,
         )
         self.__dict__.update(fresh.__dict__)
+        self._hook = hook
 
     @contextmanager
     def swapped_into(self, module: Model) -> Iterator[None]:
@@ -419,7 +514,8 @@ class EMA_FSDP:
         self._batches: list[averaging.Batch] = []
         for names, low in ((plain, []), (list(self._low), list(self._low.values()))):
             shadow, live = [self.shadow[n] for n in names], [self._shard(n).live() for n in names]
-            self._batches += averaging.plan(shadow, live, low, roomy=self.nonfinite == "skip")
+            roomy = self.nonfinite == "skip" or self._gated is not None
+            self._batches += averaging.plan(shadow, live, low, roomy=roomy)
         if not hasattr(self, "_skipped"):
             self._skipped = torch.zeros((), dtype=torch.int64, device=next(iter(self.shadow.values())).device)
 

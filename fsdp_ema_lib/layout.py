@@ -319,11 +319,6 @@ class FlatUnit(Unit):
                 f"{self.where}: FSDP1 holds {names} unsharded ({self.handle._training_state.name}); "
                 f"leave summon_full_params, forward and backward before you call this."
             )
-        if self.sharded and not self.handle.is_sharded(self.flat):
-            raise RuntimeError(
-                f"{self.where}: FSDP1 left {names} unsharded after a forward with gradients enabled and without a "
-                f"backward; call this after backward, or evaluate under torch.no_grad()."
-            )
 
 
 class Layout:
@@ -345,9 +340,10 @@ class Layout:
     """
 
     def __init__(self, module: nn.Module | Sequence[nn.Module]) -> None:
-        self.modules: tuple[nn.Module, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
-        if not self.modules or not all(isinstance(part, nn.Module) for part in self.modules):
+        parts = [module] if isinstance(module, nn.Module) else module
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, nn.Module) for part in parts) or not parts:
             raise TypeError(f"module must be an nn.Module or a list of them, got {module!r}")
+        self.modules: tuple[nn.Module, ...] = tuple(parts)
         _reshard(self.modules)
         self.shards: dict[str, Shard] = {}
         self.buffers: dict[str, Shard] = {}
@@ -453,6 +449,9 @@ class Layout:
     def watch(self, shards: Iterable[Shard]) -> None:
         """Remember what `is_current` compares: registered objects and the addresses of their values."""
         # Keeping the tensors themselves makes identity safe: no new object can take a dead one's address.
+        modules = list(dict.fromkeys(module for part in self.modules for module in part.modules()))
+        self._children = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        self._sizes = [(table, len(table)) for m in modules for table in (m._modules, m._parameters) if table]
         self._slots: list[tuple[dict[str, Any], str, Tensor, int, bool]] = []
         self._mesh_slots: list[tuple[dict[str, Any], str, Any, Tensor, int, bool]] = []
         for shard in shards:
@@ -467,9 +466,16 @@ class Layout:
     def is_current(self) -> bool:
         """Whether every watched parameter is the same object, at the same address, as trainable as before.
 
-        One comparison per parameter and no walk through the modules. It notices a replaced parameter, `.data = ...`,
-        `.to(...)`, an FSDP2 or FSDP1 parameter that is unsharded at this moment, and a changed `requires_grad`.
+        Comparisons of cached objects and no walk through the modules. It notices a replaced parameter or module, one
+        that was added or removed, `.data = ...`, `.to(...)`, an FSDP2 or FSDP1 parameter that is unsharded at this
+        moment, and a changed `requires_grad`.
         """
+        for modules, key, child in self._children:
+            if modules.get(key) is not child:
+                return False
+        for table, size in self._sizes:
+            if len(table) != size:
+                return False
         for slots, key, tensor, address, trainable in self._slots:
             if slots.get(key) is not tensor or tensor.data_ptr() != address or tensor.requires_grad is not trainable:
                 return False

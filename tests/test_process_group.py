@@ -27,7 +27,7 @@ from fsdp_ema_lib.process_group import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHILD_TIMEOUT_S = 60
+CHILD_TIMEOUT_S = 120
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ import torch.distributed as dist
 
 def wait_for_the_signal():
     print("ready", dist.get_rank(), dist.get_world_size(), flush=True)
-    time.sleep(60)
+    time.sleep(600)  # killed in the end, whatever happens
 
 match sys.argv[1]:
     case "falls off the end":

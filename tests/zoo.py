@@ -44,9 +44,10 @@ class Standardize(nn.Module):
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.running_mean.lerp_(x.mean(dim=0).to(self.running_mean.dtype), 0.1)
-            self.num_batches += 1
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(x.mean(dim=0).to(self.running_mean.dtype), 0.1)
+                self.num_batches += 1
         return (x - self.running_mean.to(x.dtype)) * self.weight
 
 
@@ -179,7 +180,8 @@ def full_live_weights(model: nn.Module) -> dict[str, Tensor]:
     """The live weights on every rank by torch's own gather: independent of the code under test."""
     options = StateDictOptions(full_state_dict=True)
     return {
-        name: value.detach().clone()
+        # torch keeps the name of a compiled child of an FSDP1 root.
+        name.replace("_orig_mod.", ""): value.detach().clone()
         for name, value in get_model_state_dict(model, options=options).items()
         if isinstance(value, Tensor)
     }
