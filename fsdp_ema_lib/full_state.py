@@ -111,7 +111,7 @@ def match(
                 wrong_types.append(f"{alias}: {text}")
             elif value.shape != shard.shape:
                 faults.append(f"{alias}: the dict holds {tuple(value.shape)}, this model has {tuple(shard.shape)}")
-            elif isinstance(found[name], Tensor) and not torch.equal(value, found[name]):
+            elif alias != tied[0] and not _same_values(value, found[name]):
                 faults.append(f"{alias}: differs from {tied[0]}, but both are one tied parameter of this model")
     if expected_shapes is not None:
         faults += _unexpected_shapes(given, normalize_generator_fsdp_state_dict(expected_shapes))
@@ -164,6 +164,11 @@ def _type_fault(value: Any, dtype: torch.dtype) -> str | None:
     if not numeric or torch.promote_types(value.dtype, dtype) != dtype:
         return f"the dict holds {value.dtype}, which the average's {dtype} cannot hold exactly; convert it first"
     return None
+
+
+def _same_values(value: Tensor, other: Any) -> bool:
+    same = isinstance(other, Tensor) and other.shape == value.shape
+    return same and torch.allclose(value.to(other.dtype), other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _unexpected_shapes(given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:

@@ -23,3 +23,30 @@ def lone_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+class Cells:
+    """The cells of the layout matrix that passed, for the table at the end of the run."""
+
+    def __init__(self) -> None:
+        self.passed: dict[str, dict[str, dict[int, list[str]]]] = {}
+
+    def add(self, test: str, layout: str, world_size: int, dtype: object) -> None:
+        row = self.passed.setdefault(test, {}).setdefault(layout, {})
+        row.setdefault(world_size, []).append(str(dtype).removeprefix("torch."))
+
+
+_CELLS = pytest.StashKey[Cells]()
+
+
+@pytest.fixture(scope="session")
+def cells(pytestconfig: pytest.Config) -> Cells:
+    return pytestconfig.stash.setdefault(_CELLS, Cells())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for test, rows in config.stash.get(_CELLS, Cells()).passed.items():
+        terminalreporter.section(f"layouts that passed: {test}")
+        for layout, worlds in rows.items():
+            told = "  ".join(f"{world} rank{'s' * (world > 1)}: {', '.join(d)}" for world, d in sorted(worlds.items()))
+            terminalreporter.write_line(f"{layout:<18} {told}")

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zoo import LAYOUTS, Zoo, full_live_weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo import LAYOUTS, Zoo, allowed_features, full_live_weights, pairs, product
 
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.sharded_view import interval_boxes
-
-SHARDABLE = ("tied", "frozen", "buffers", "tiny")
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -63,7 +64,39 @@ def check_gather(ranks, world_size, layout, features, dtype):
         assert result["current"], f"rank {rank}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp1_full", "fsdp1_no_shard", "fsdp1_flat", "fsdp2", "fsdp2_nested"])
-def test_gather_and_fill_are_exact(ranks, layout, world_size):
-    check_gather(ranks, world_size, layout, SHARDABLE, torch.float32)
+@pytest.mark.parametrize(("layout", "world_size", "dtype"), pairs(), ids=str)
+def test_gather_and_fill_are_exact(ranks, cells, layout, world_size, dtype):
+    check_gather(ranks, world_size, layout, allowed_features(layout), dtype)
+    cells.add("gather and fill", layout, world_size, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "world_size", "dtype"), product(), ids=str)
+def test_gather_and_fill_are_exact_in_the_full_product(ranks, cells, layout, world_size, dtype):
+    for feature in allowed_features(layout):
+        check_gather(ranks, world_size, layout, (feature,), dtype)
+    cells.add("gather and fill, each feature alone", layout, world_size, dtype)
+
+
+def worker_uneven_tensor_parallel() -> list[str]:
+    """7 rows over 2 tensor-parallel ranks, then each part over 2 data-parallel ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Zoo(("tiny",))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    layout = Layout(model)
+    placements = {type(p).__name__ for s in layout.shards.values() for p in s.registered.placements}
+    problems = [] if "_StridedShard" in placements else [f"only {placements}: the case is not the one meant"]
+    for name, shard in layout.shards.items():
+        local = torch.full_like(shard.live(), math.nan)
+        shard.fill(local, expected[name])
+        if not torch.equal(local, shard.live()):
+            problems.append(f"{name}: the slice is wrong")
+    gathered = {name: full.clone() for name, full in layout.stream(layout.live())}
+    return problems + [name for name in gathered if not torch.equal(gathered[name], expected[name])]
+
+
+def test_uneven_tensor_parallel_shards_are_exact(ranks):
+    for rank, problems in enumerate(ranks(4, worker_uneven_tensor_parallel)):
+        assert problems == [], f"rank {rank}"

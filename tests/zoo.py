@@ -19,18 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-FEATURES = (
-    "tied",
-    "frozen",
-    "buffers",
-    "tiny",
-    "channels_last",
-    "transposed",
-    "scalar",
-    "complex",
-    "integer",
-    "unfrozen_later",
-)
+FEATURES = ("tied", "frozen", "buffers", "tiny", "channels_last", "transposed", "scalar", "complex", "integer")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
 class Standardize(nn.Module):
@@ -51,6 +41,17 @@ class Standardize(nn.Module):
         return (x - self.running_mean.to(x.dtype)) * self.weight
 
 
+class Holder(nn.Module):
+    """One parameter of another dtype, which FSDP2 wants in a unit of its own."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(value, requires_grad=value.is_complex())
+
+    def forward(self) -> Tensor:
+        return (self.value * self.value.conj()).real
+
+
 class Zoo(nn.Module):
     """A small model with the kinds of parameter that sharding gets wrong."""
 
@@ -63,7 +64,7 @@ class Zoo(nn.Module):
         if "tied" in features:
             self.pair = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5, bias=False)])
             self.pair[1].weight = self.pair[0].weight
-        if "frozen" in features or "unfrozen_later" in features:
+        if "frozen" in features:
             self.frozen = nn.Linear(5, 5).requires_grad_(False)
         if "buffers" in features:
             self.norm = Standardize(5)
@@ -77,9 +78,9 @@ class Zoo(nn.Module):
             self.scalar = nn.Parameter(torch.tensor(1.0))
         self.to(dtype)
         if "complex" in features:
-            self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+            self.phase = Holder(torch.randn(5, dtype=torch.complex64))
         if "integer" in features:
-            self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+            self.table = Holder(torch.arange(5))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.outer(torch.tanh(self.inner(x))) + self.down(torch.relu(self.up(x)))
@@ -99,9 +100,9 @@ class Zoo(nn.Module):
         if hasattr(self, "scalar"):
             y = y * self.scalar
         if hasattr(self, "phase"):
-            y = y + (self.phase * self.phase.conj()).real.to(y.dtype)
+            y = y + self.phase().to(y.dtype)
         if hasattr(self, "table"):
-            y = y + self.table.to(y.dtype)
+            y = y + self.table().to(y.dtype)
         return y
 
 
@@ -121,6 +122,9 @@ def _fsdp1_nested(model: nn.Module, **options: object) -> nn.Module:
 
 
 def _fsdp2_nested(model: nn.Module, **options: object) -> nn.Module:
+    for name in ("phase", "table"):
+        if hasattr(model, name):
+            fully_shard(getattr(model, name), **options)
     fully_shard(model.outer, **options)
     fully_shard(model.down, **options)
     return fully_shard(model, **options)
@@ -167,8 +171,47 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "tp": lambda model: _tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),))),
     "tp_fsdp2": _tp_fsdp2,
 }
+_NESTED_FSDP2 = frozenset({"fsdp2_nested", "fsdp2_zero2", "fsdp2_reshard_int", "hsdp"})
+
+
+def allowed_features(layout: str) -> tuple[str, ...]:
+    """The kinds of parameter that torch itself lets this layout have."""
+    refused: frozenset[str] = frozenset()
+    if layout.startswith("fsdp1"):
+        refused = frozenset(
+            {"scalar", "complex", "integer"}
+        )  # complex and integer: not beside fp32 in one flat parameter
+    elif layout not in ("plain", "ddp", "tp"):
+        refused = frozenset({"scalar", "channels_last", "transposed"})
+        if layout not in _NESTED_FSDP2:
+            refused |= {"complex"}  # a unit of its own would be needed
+    return tuple(feature for feature in FEATURES if feature not in refused)
+
+
 # These need a 2 x 2 mesh.
 FOUR_RANKS_ONLY = frozenset({"fsdp1_hybrid_full", "fsdp1_hybrid_zero2", "fsdp2_reshard_int", "hsdp", "tp_fsdp2"})
+
+
+def worlds_of(layout: str) -> tuple[int, ...]:
+    """The world sizes at which a layout is tested."""
+    if layout in FOUR_RANKS_ONLY:
+        return (4,)
+    return (1,) if layout == "plain" else (1, 2, 3, 4)
+
+
+def pairs() -> list[tuple[str, int, torch.dtype]]:
+    """(layout, world size, dtype): every value of each axis with every value of each other one."""
+    cells = []
+    for number, layout in enumerate(LAYOUTS):
+        worlds = worlds_of(layout)
+        for shift, dtype in enumerate(DTYPES):
+            cells.append((layout, worlds[(number + shift) % len(worlds)], dtype))
+    return cells
+
+
+def product() -> list[tuple[str, int, torch.dtype]]:
+    """Every (layout, world size, dtype)."""
+    return [(layout, world, dtype) for layout in LAYOUTS for world in worlds_of(layout) for dtype in DTYPES]
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -212,7 +255,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 SAME_DATA = frozenset({"plain", "fsdp1_ignored", "tp", "tp_fsdp2"})
 
 
-def train(model: nn.Module, steps: int, lr: float = 0.05, seed: int = 0, same_data: bool = False) -> Iterator[int]:
+def train(model: nn.Module, steps: int, lr: float = 0.01, seed: int = 0, same_data: bool = False) -> Iterator[int]:
     """Plain SGD on random data, different on every rank unless told otherwise; yields after each step."""
     rank = dist.get_rank() if dist.is_initialized() and not same_data else 0
     generator = torch.Generator().manual_seed(1000 * seed + rank)
