@@ -45,6 +45,8 @@ class EMA_FSDP:
             steps between, so that half-life in steps does not change. `num_updates` counts every call.
         nonfinite: "propagate" averages NaN and infinity like any number; "skip" leaves the average of an element
             untouched while its live value is not finite, and counts it in `num_skipped`.
+        compile: fuse the update with torch.compile: faster, after compiling once for as long as a minute. On a CPU it
+            needs a C++ compiler. Compensated, skipping and gated updates are not compiled.
 
     Attributes:
         shadow: name -> this rank's local average; fp32 (fp64 for fp64 parameters), of the local shard's shape.
@@ -75,6 +77,7 @@ class EMA_FSDP:
         start_after: int = 0,
         update_every: int = 1,
         nonfinite: str = "propagate",
+        compile: bool = False,
     ) -> None:
         self.decay = decay
         self._count = 0
@@ -82,6 +85,7 @@ class EMA_FSDP:
         self.update_every = _check_count(update_every, "update_every", 1)
         self.precision = _check_choice(precision, "precision", PRECISIONS)
         self.nonfinite = _check_choice(nonfinite, "nonfinite", NONFINITE)
+        self._compile = bool(compile)
         self._selection = Selection(include, exclude, buffers)
         self._swapped = False
         self._hook: RemovableHandle | None = None
@@ -265,6 +269,7 @@ class EMA_FSDP:
             start_after=self.start_after,
             update_every=self.update_every,
             nonfinite=self.nonfinite,
+            compile=self._compile,
         )
         self.__dict__.update(fresh.__dict__)
         self._hook = hook
@@ -515,7 +520,9 @@ class EMA_FSDP:
         for names, low in ((plain, []), (list(self._low), list(self._low.values()))):
             shadow, live = [self.shadow[n] for n in names], [self._shard(n).live() for n in names]
             roomy = self.nonfinite == "skip" or self._gated is not None
-            self._batches += averaging.plan(shadow, live, low, roomy=roomy)
+            self._batches += averaging.plan(shadow, live, low, roomy=roomy, compiled=self._compile)
+        if self._compile:
+            averaging.announce_compiling(self._batches)
         if not hasattr(self, "_skipped"):
             self._skipped = torch.zeros((), dtype=torch.int64, device=next(iter(self.shadow.values())).device)
 
