@@ -1,0 +1,49 @@
+# One word does the whole job: every target makes what it needs first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WHEELS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-all lint lab gpu-check
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(READY)  ## build .venv (done by the others when it is missing or out of date)
+
+run: $(READY)  ## execute every notebook, results in outputs/
+	$(BIN)/fsdp-ema run
+
+test: $(READY) lint  ## lint, types and the tests, a few minutes
+	$(BIN)/python -m pytest
+
+test-all: $(READY) lint  ## the same with the full products of the test axes
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(READY)  ## style of code and notebooks, types of the core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: $(READY)  ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+gpu-check:  ## gpu tests and every notebook on CUDA under PYTHON; WHEELS=folder brings what it lacks
+	$(PYTHON) scripts/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)")
+
+# The stamp is written last, so that a set-up that was broken off does not count as one; what it left is made anew, while
+# a .venv that is only out of date is brought up to date.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) scripts/check_python.py
+	@rm -f $@
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@test ! -e $(VENV)/.installing && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@touch $(VENV)/.installing
+	@# torch first and alone: whichever build of it is at hand settles the rest.
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[lab,test]'
+	@rm $(VENV)/.installing
+	@touch $@

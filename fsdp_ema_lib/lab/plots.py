@@ -1,0 +1,405 @@
+"""One look for every figure of the notebooks, and the figures that more than one of them draws."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+# Okabe and Ito (2008), "Color Universal Design". Black and yellow come last: black marks the live
+# weights (`series_colors`), and yellow is hard to see on white.
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+LIVE_COLOR = "#000000"
+_LINE_STYLES = ("-", "--", ":", "-.")
+
+_STYLE: dict[str, Any] = {
+    "axes.prop_cycle": cycler(color=OKABE_ITO),
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 100,
+    "figure.figsize": (7.2, 4.0),
+    "figure.titlesize": 12,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so figures are the same on every machine
+    "font.size": 10,
+    "grid.alpha": 0.3,
+    "image.cmap": "gray_r",
+    "image.interpolation": "nearest",
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "savefig.dpi": 120,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+}
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Draw in the house style inside the block, and leave matplotlib's settings as they were after it.
+
+    Example:
+        >>> with style():
+        ...     figure, axes = plt.subplots()
+        >>> figure.get_dpi()
+        100.0
+        >>> plt.close(figure)
+    """
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def save(figure: Figure, folder: str | Path, name: str) -> Path:
+    """Write a figure as `folder/name.png` (120 dpi) and return the path; the folder is made if missing.
+
+    The same data drawn anew give the same bytes. The figure stays open, so a notebook shows it when the cell ends;
+    naming it on the cell's last line as well would show it twice.
+
+    Args:
+        figure: the figure to write.
+        folder: where the file goes.
+        name: file name, with or without ".png"; no folders in it.
+
+    Raises:
+        ValueError: `name` is empty, holds a path separator, or has another suffix than ".png".
+
+    Example:
+        >>> import tempfile
+        >>> figure = loss_curve([3.0, 2.0, 1.5])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(figure, folder, "loss").name
+        'loss.png'
+        >>> plt.close(figure)
+    """
+    stem = name.removesuffix(".png")
+    if not stem or Path(stem).name != stem or Path(stem).suffix in {".pdf", ".svg", ".jpg", ".jpeg"}:
+        raise ValueError(
+            f'name must be a plain file name such as "loss" or "loss.png", got {name!r}. '
+            "Give the directory as `folder`; figures are written as PNG."
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.png"
+    # The Software entry would put matplotlib's version into the file.
+    figure.savefig(path, dpi=_STYLE["savefig.dpi"], metadata={"Software": None})
+    return path
+
+
+def series_colors(names: Sequence[str]) -> dict[str, str]:
+    """Give every series its color: black for "live", the house cycle for the rest, in the order given.
+
+    The same names in the same order get the same colors in every figure.
+
+    Example:
+        >>> series_colors(["live", "EMA 0.9"])
+        {'live': '#000000', 'EMA 0.9': '#0072B2'}
+    """
+    cycle = [color for color in OKABE_ITO if color != LIVE_COLOR]
+    averages = [name for name in names if name != "live"]
+    colors = {name: cycle[index % len(cycle)] for index, name in enumerate(averages)}
+    return {name: colors.get(name, LIVE_COLOR) for name in names}
+
+
+def loss_curve(losses: Sequence[float], *, window: int = 50, title: str = "Training loss") -> Figure:
+    """Draw the loss of every step, pale, under its mean over the last `window` steps.
+
+    Args:
+        losses: one finite value per step, first step first.
+        window: steps in the trailing mean, at least 1; the first `window - 1` means are over the steps so far.
+        title: title of the figure.
+
+    Raises:
+        ValueError: `losses` is empty, or `window` is below 1.
+
+    Example:
+        >>> figure = loss_curve([2.0, 1.0, 1.0], window=2)
+        >>> [line.get_label() for line in figure.axes[0].lines]
+        ['each step', 'mean of the last 2 steps']
+        >>> plt.close(figure)
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    if values.ndim != 1 or values.size == 0:
+        raise ValueError(f"losses must be a sequence of at least one number, got shape {values.shape}")
+    if window < 1:
+        raise ValueError(f"window must be at least 1 step, got {window}")
+    steps = np.arange(1, len(values) + 1)
+    with style():
+        figure, axes = plt.subplots()
+        axes.plot(steps, values, color=OKABE_ITO[5], alpha=0.45, linewidth=0.7, label="each step")
+        axes.plot(steps, trailing_mean(values, window), color=OKABE_ITO[0], label=f"mean of the last {window} steps")
+        axes.set(xlabel="step", ylabel="loss", title=title)
+        axes.set_ylim(*_robust_limits(values))
+        axes.legend(loc="upper right")
+    return figure
+
+
+def trailing_mean(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and the up to `window - 1` values before it, in float64; shape (n,) to (n,).
+
+    Example:
+        >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
+        [1.0, 2.0, 4.0]
+    """
+    sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, dtype=np.float64)]))
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def metric_over_training(
+    steps: Sequence[int],
+    series: Mapping[str, Sequence[float]],
+    *,
+    ylabel: str,
+    title: str = "",
+    reference: tuple[str, float] | None = None,
+    log: bool = False,
+) -> Figure:
+    """Draw how one number develops over training for several sets of weights.
+
+    Args:
+        steps: the steps at which it was measured, ascending.
+        series: name of the weights to one value per step; "live" is drawn in black.
+        ylabel: the axis label: what the number is, and which way is better.
+        title: title of the figure.
+        reference: label and value of a horizontal line to compare with, such as real data against real data.
+        log: logarithmic vertical axis.
+
+    Raises:
+        ValueError: a series has another length than `steps` (all such series are named), or there is none.
+
+    Example:
+        >>> figure = metric_over_training([1, 2], {"live": [3.0, 2.0], "EMA 0.9": [4.0, 1.5]}, ylabel="distance")
+        >>> [text.get_text() for text in figure.legends[0].get_texts()]
+        ['live', 'EMA 0.9']
+        >>> plt.close(figure)
+    """
+    _check_series(steps, series)
+    colors = series_colors(list(series))
+    averages = [name for name in series if name != "live"]
+    with style():
+        figure, axes = plt.subplots()
+        for name, values in series.items():
+            # Past the end of the color cycle the line style tells the series apart.
+            rounds = averages.index(name) // (len(OKABE_ITO) - 1) if name in averages else 0
+            line = _LINE_STYLES[rounds % len(_LINE_STYLES)]
+            axes.plot(steps, values, line, color=colors[name], label=name, marker="o", markersize=3.5)
+        if reference is not None:
+            label, value = reference
+            axes.axhline(value, color="0.45", linestyle="--", linewidth=1.2, label=label)
+        if log:
+            axes.set_yscale("log")
+        axes.set(xlabel="step", ylabel=ylabel, title=title)
+        _legend_beside(figure, axes)
+    return figure
+
+
+def distance_to_live(
+    steps: Sequence[int],
+    series: Mapping[str, Sequence[float]],
+    *,
+    title: str = "Distance between each average and the live weights",
+) -> Figure:
+    """Draw the relative distance of each average to the live weights, ||average - live|| / ||live||.
+
+    Args:
+        steps: the steps at which it was measured, ascending.
+        series: name of the average to one distance per step (dimensionless, positive).
+        title: title of the figure.
+
+    Raises:
+        ValueError: as `metric_over_training`.
+
+    Example:
+        >>> figure = distance_to_live([1, 2], {"EMA 0.9": [0.1, 0.05]})
+        >>> figure.axes[0].get_yscale()
+        'log'
+        >>> plt.close(figure)
+    """
+    return metric_over_training(steps, series, ylabel="relative distance to live", title=title, log=True)
+
+
+def sample_grid(
+    images: Mapping[str, Any],
+    *,
+    columns: int = 10,
+    limits: tuple[float, float] = (-1.0, 1.0),
+    title: str = "",
+) -> Figure:
+    """Show several sets of images side by side, each as a grid under its name.
+
+    Args:
+        images: name to array or tensor of shape (n, height, width), all of one image size.
+        columns: images per row of each grid, at least 1.
+        limits: values drawn as white and as black.
+        title: title over all the grids.
+
+    Raises:
+        ValueError: there is no set, `columns` is below 1, or a set is not (n >= 1, height, width); the set is named.
+
+    Example:
+        >>> figure = sample_grid({"live": np.zeros((6, 8, 8))}, columns=3)
+        >>> figure.axes[0].images[0].get_array().shape
+        (17, 26)
+        >>> plt.close(figure)
+    """
+    if not images:
+        raise ValueError("images must hold at least one set of images, got none")
+    if columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+    tiles = {name: _tile(name, batch, columns, limits[0]) for name, batch in images.items()}
+    rows, cols = next(iter(tiles.values())).shape
+    across = min(len(tiles), 3)
+    down = -(-len(tiles) // across)
+    width = 3.6 * across
+    with style():
+        figure, grid = plt.subplots(
+            down, across, figsize=(width, (3.6 * rows / cols + 0.35) * down + 0.35), squeeze=False
+        )
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for axes, (name, picture) in zip(grid.flat, tiles.items(), strict=False):
+            axes.imshow(picture, vmin=limits[0], vmax=limits[1])
+            axes.set_title(name)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def _tile(name: str, batch: Any, columns: int, background: float) -> np.ndarray:
+    """One picture of a batch (n, height, width), row by row, a background pixel between the images."""
+    pixels = np.asarray(batch.detach().cpu() if hasattr(batch, "detach") else batch, dtype=np.float64)
+    if pixels.ndim != 3 or pixels.shape[0] == 0:
+        raise ValueError(f"{name}: expected images of shape (n, height, width) with n at least 1, got {pixels.shape}")
+    count, height, width = pixels.shape
+    rows = -(-count // columns)
+    picture = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1), background)
+    for index, image in enumerate(pixels):
+        top, left = (index // columns) * (height + 1), (index % columns) * (width + 1)
+        picture[top : top + height, left : left + width] = image
+    return picture
+
+
+def _check_series(steps: Sequence[int], series: Mapping[str, Sequence[float]]) -> None:
+    if not series:
+        raise ValueError("series must hold at least one line to draw, got none")
+    wrong = {name: len(values) for name, values in series.items() if len(values) != len(steps)}
+    if wrong:
+        found = ", ".join(f"{name}: {length}" for name, length in wrong.items())
+        raise ValueError(f"every series needs one value for each of the {len(steps)} steps, got {found}")
+
+
+def _legend_beside(figure: Figure, axes: Axes) -> None:
+    """A legend right of the axes never hides a curve; constrained layout makes room for it."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+
+
+def _robust_limits(values: np.ndarray) -> tuple[float, float]:
+    """Axis limits that a few extreme first steps cannot stretch until the rest is a flat line."""
+    low, high = float(values.min()), float(np.quantile(values, 0.995))
+    margin = 0.08 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def rank_grid(layouts: Mapping[str, Mapping[str, np.ndarray]], *, title: str = "") -> Figure:
+    """Draw every element of every parameter as a cell in the color of the rank that holds it; one row per layout.
+
+    A cell that several ranks hold is divided among their colors; one that nobody holds is white. Matrices have their
+    rows downwards and their columns to the right, vectors go downwards.
+
+    Args:
+        layouts: label to parameter name to a boolean array of shape (ranks, n) or (ranks, rows, columns): does the rank
+            hold the element? The same parameters in every layout, at most 8 ranks.
+        title: title of the figure.
+
+    Raises:
+        ValueError: no layout, layouts of different parameters, an array of another shape, or more ranks than colors.
+
+    Example:
+        >>> figure = rank_grid({"by rows": {"weight": np.array([[[True], [False]], [[False], [True]]])}})
+        >>> figure.axes[0].images[0].get_array().shape, [text.get_text() for text in figure.legends[0].get_texts()]
+        ((2, 1, 3), ['rank 0', 'rank 1'])
+        >>> plt.close(figure)
+    """
+    names, ranks = _check_layouts(layouts)
+    first = next(iter(layouts.values()))
+    rows = max(first[name].shape[1] for name in names)
+    columns = [max(math.prod(first[name].shape[2:]), 4) for name in names]
+    margin = 0.09 * max(len(line) for label in layouts for line in label.splitlines()) + 1.6
+    with style():
+        size = (0.17 * sum(columns) + 0.3 * len(names) + margin, 0.17 * (rows + 1) * len(layouts) + 1.0)
+        figure, panels = plt.subplots(len(layouts), len(names), figsize=size, squeeze=False, width_ratios=columns)
+        for line, (label, holders) in zip(panels, layouts.items(), strict=True):
+            for axes, name in zip(line, names, strict=True):
+                _draw_holders(axes, holders[name], rows)
+            line[0].set_ylabel(label, rotation=0, ha="right", va="center", labelpad=8)
+        for axes, name in zip(panels[0], names, strict=True):
+            axes.set_title(name, fontsize=8, pad=4)
+        figure.supxlabel("column", fontsize=9)
+        figure.supylabel("row", fontsize=9)
+        figure.suptitle(title, x=0.01, ha="left")
+        patches = [Patch(color=OKABE_ITO[rank], label=f"rank {rank}") for rank in range(ranks)]
+        figure.legend(handles=patches, loc="outside right upper")
+    return figure
+
+
+def _check_layouts(layouts: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[list[str], int]:
+    """The names of the parameters, and the number of ranks of the largest job."""
+    if not layouts:
+        raise ValueError("layouts must hold at least one layout to draw, got none")
+    names = list(next(iter(layouts.values())))
+    for label, holders in layouts.items():
+        if list(holders) != names:
+            raise ValueError(f"{label}: every layout must have the parameters {names}, this one has {list(holders)}")
+        for name, array in holders.items():
+            if array.dtype != bool or array.ndim not in (2, 3):
+                raise ValueError(
+                    f"{label}: {name}: expected a boolean array of shape (ranks, n) or (ranks, rows, columns), "
+                    f"got {array.dtype} of shape {array.shape}"
+                )
+    ranks = max(len(array) for holders in layouts.values() for array in holders.values())
+    if ranks > len(OKABE_ITO):
+        raise ValueError(f"layouts: there are colors for {len(OKABE_ITO)} ranks, got {ranks}")
+    return names, ranks
+
+
+def _draw_holders(axes: Axes, holders: np.ndarray, rows: int) -> None:
+    cells = holders.reshape(*holders.shape[:2], -1)
+    _, height, width = cells.shape
+    strips = max(int(cells.sum(0).max()), 1)
+    picture = np.ones((height, width * strips, 3))
+    for row, column in np.ndindex(height, width):
+        of_cell = np.flatnonzero(cells[:, row, column])
+        for strip in range(strips if len(of_cell) else 0):
+            rank = of_cell[strip * len(of_cell) // strips]
+            picture[row, column * strips + strip] = to_rgb(OKABE_ITO[rank])
+    axes.imshow(picture, extent=(0, width, height, 0), aspect="equal")
+    axes.hlines(range(height + 1), 0, width, color="white", linewidth=1.2)
+    axes.vlines(range(width + 1), 0, height, color="white", linewidth=1.2)
+    axes.set(xlim=(0, width), ylim=(rows + 1, 0), anchor="NW", xticks=[])
+    # Right below the last row, which need not be where the axes end.
+    for column in (0, width - 1) if width > 1 else ():
+        axes.text(column + 0.5, height + 0.15, str(column), ha="center", va="top", fontsize=7)
+    ends = sorted({0, height - 1})
+    axes.set_yticks([row + 0.5 for row in ends], [str(row) for row in ends])
+    axes.tick_params(length=0, labelsize=7, pad=1)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)

@@ -1,0 +1,135 @@
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from fsdp_ema_lib.lab import plots
+
+STEPS = [250, 500, 750]
+SERIES = {"live": [9.0, 7.0, 8.0], "EMA 0.9": [6.0, 5.0, 4.5], "EMA 0.99": [7.0, 4.5, 4.0]}
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def all_figures():
+    return {
+        "loss": plots.loss_curve(np.linspace(2, 0.5, 300)),
+        "metric": plots.metric_over_training(
+            STEPS, SERIES, ylabel="Frechet distance", title="A title", reference=("real against real", 3.0)
+        ),
+        "distance": plots.distance_to_live(STEPS, {name: SERIES[name] for name in ("EMA 0.9", "EMA 0.99")}),
+        "grid": plots.sample_grid({name: torch.zeros(25, 8, 8) for name in ("live", "a", "b", "c")}, title="Samples"),
+    }
+
+
+def test_style_changes_nothing_outside_its_block():
+    before = dict(matplotlib.rcParams)
+    with pytest.raises(KeyError), plots.style():
+        assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(plots.OKABE_ITO)
+        raise KeyError
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_save_makes_the_folder_and_returns_the_path_of_a_png_at_120_dpi(tmp_path):
+    figure = plots.loss_curve([1.0, 0.5])
+    first = plots.save(figure, tmp_path / "deep" / "folder", "loss")
+    second = plots.save(figure, str(tmp_path), "loss.png")
+    assert (first, second) == (tmp_path / "deep" / "folder" / "loss.png", tmp_path / "loss.png")
+    width, height = figure.get_size_inches()
+    assert plt.imread(first).shape[:2] == (round(height * 120), round(width * 120))
+    assert b"Software" not in first.read_bytes()
+
+
+def test_drawing_again_gives_the_same_bytes(tmp_path):
+    one = {name: plots.save(figure, tmp_path / "1", name).read_bytes() for name, figure in all_figures().items()}
+    two = {name: plots.save(figure, tmp_path / "2", name).read_bytes() for name, figure in all_figures().items()}
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["", ".png", "a/b", "../loss", "loss.svg"])
+def test_save_refuses_a_name_that_is_no_plain_file_name(tmp_path, name):
+    figure, _ = plt.subplots()
+    with pytest.raises(ValueError, match="name must be a plain file name"):
+        plots.save(figure, tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["loss", "metric", "distance", "grid"])
+def test_nothing_sticks_out_of_the_figure_or_covers_the_axes(name):
+    figure = all_figures()[name]
+    figure.canvas.draw()
+    frame = figure.bbox
+    for axes in figure.axes:
+        box = axes.get_tightbbox()
+        if box is not None:
+            assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1
+        assert not any(axes.get_tightbbox().overlaps(box) for axes in figure.axes)
+
+
+def test_loss_curve_draws_every_loss_and_their_trailing_mean():
+    losses = np.random.default_rng(0).random(37)
+    raw, smooth = plots.loss_curve(losses, window=5).axes[0].lines
+    expected = [np.mean(losses[max(0, i - 4) : i + 1]) for i in range(37)]
+    np.testing.assert_array_equal(raw.get_ydata(), losses)
+    np.testing.assert_allclose(smooth.get_ydata(), expected, rtol=1e-12)
+    assert list(raw.get_xdata()) == list(range(1, 38))
+
+
+def test_loss_curve_needs_losses_and_a_window():
+    with pytest.raises(ValueError, match="at least one number, got shape"):
+        plots.loss_curve([])
+    with pytest.raises(ValueError, match="window must be at least 1 step, got 0"):
+        plots.loss_curve([1.0], window=0)
+
+
+def test_the_same_weights_have_the_same_color_in_every_figure():
+    metric = plots.metric_over_training(STEPS, SERIES, ylabel="y")
+    distance = plots.distance_to_live(STEPS, {name: SERIES[name] for name in ("EMA 0.9", "EMA 0.99")})
+    colors = {line.get_label(): line.get_color() for line in metric.axes[0].lines}
+    assert colors["live"] == "#000000"
+    assert len(set(colors.values())) == 3
+    for line in distance.axes[0].lines:
+        assert line.get_color() == colors[line.get_label()]
+
+
+def test_more_series_than_colors_stay_distinct():
+    series = {f"EMA {index}": [1.0, 2.0, 3.0] for index in range(14)}
+    lines = plots.metric_over_training(STEPS, series, ylabel="y").axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 14
+
+
+def test_series_of_the_wrong_length_are_all_named():
+    with pytest.raises(ValueError, match=r"each of the 3 steps, got a: 2, b: 4"):
+        plots.metric_over_training(STEPS, {"a": [1, 2], "ok": [1, 2, 3], "b": [1, 2, 3, 4]}, ylabel="y")
+    with pytest.raises(ValueError, match="at least one line to draw, got none"):
+        plots.distance_to_live(STEPS, {})
+
+
+def test_sample_grid_puts_every_image_in_its_place():
+    images = torch.arange(7)[:, None, None].expand(7, 4, 6) / 7.0
+    picture = plots.sample_grid({"live": images}, columns=3).axes[0].images[0].get_array()
+    assert picture.shape == (3 * 5 - 1, 3 * 7 - 1)
+    for index in range(7):
+        top, left = (index // 3) * 5, (index % 3) * 7
+        np.testing.assert_array_equal(picture[top : top + 4, left : left + 6], images[index].numpy())
+    assert (picture[10:, 7:] == -1).all()  # the places of images that are not there are paper
+
+
+def test_sample_grid_names_the_set_that_is_no_batch_of_images():
+    with pytest.raises(ValueError, match=r"EMA: expected images of shape \(n, height, width\).*got \(4, 64\)"):
+        plots.sample_grid({"live": torch.zeros(4, 8, 8), "EMA": torch.zeros(4, 64)})
+    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
+        plots.sample_grid({"live": torch.zeros(4, 8, 8)}, columns=0)
+    with pytest.raises(ValueError, match="at least one set of images, got none"):
+        plots.sample_grid({})

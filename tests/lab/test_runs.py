@@ -1,0 +1,161 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
+from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, hidden_errors, load_result, run_notebook
+
+# Deaf to everything but SIGKILL, as a kernel stuck in a library call is.
+DEAF = """\
+import signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    signal.pause()
+"""
+
+
+def run(path: Path, folder: Path, parameters: dict | None = None, **limits):
+    return run_notebook(inspect_notebook(path), parameters or {}, folder, **{"timeout": 100.0, **limits})
+
+
+def printed(executed: Path) -> str:
+    cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
+    return "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
+
+
+def test_a_good_run_gets_typed_parameters_and_leaves_results_and_no_process(make_notebook, tmp_path, no_orphans):
+    path = make_notebook(
+        "import json, os, pathlib, subprocess, sys",
+        "given = [steps, rate, flag, decays, label]",
+        'print(json.dumps([given, output_dir, os.environ.get("MPLBACKEND"), sys.executable]))',
+        # Its own session, as kernels and cluster engines have one.
+        'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)',
+        'metrics = {"claims": {"it ran": True, "it flew": False}}',
+        'pathlib.Path(output_dir, "metrics.json").write_text(json.dumps(metrics))',
+    )
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.kernelspec.name = "no-such-kernel"
+    nbformat.write(notebook, path)
+    folder = path.parents[1] / "outputs" / "{braces}" / "09_small"
+    folder.mkdir(parents=True)
+    (folder / "mine.png").touch()
+    progress = []
+    given = {"steps": 7, "rate": 2, "flag": False, "decays": [1, 0.5], "label": 'it\'s "so"'}
+    result = run(path, folder, given, on_progress=lambda done, total: progress.append((done, total)))
+
+    assert result.passed, (result.error, (folder / LOG_FILE).read_text())
+    typed = {**given, "rate": 2.0, "decays": [1.0, 0.5]}
+    values, output_dir, backend, python = json.loads(printed(folder / "09_small.ipynb").splitlines()[0])
+    assert values == list(typed.values())
+    assert type(values[1]) is float and type(values[3][0]) is float
+    assert output_dir == "outputs/{braces}/09_small"
+    assert backend is None or backend.startswith("module://matplotlib_inline")
+    assert Path(python).samefile(sys.executable)
+    assert progress == [(done, 9) for done in range(1, 10)]
+    assert result.claims == {"it ran": True, "it flew": False}
+    assert result.parameters == typed
+    assert load_result(folder) == result
+    assert 0 < result.seconds < 100
+    assert (folder / "mine.png").exists(), "no run had been here before, so this belongs to someone"
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "status", "error"),
+    [
+        (["1 / 0", "print('not reached')"], {}, "failed", "In [3]: ZeroDivisionError: division by zero"),
+        (["import os; os._exit(0)"], {}, "failed", "the kernel died"),
+        (["import sys; sys.exit(0)", "assert False"], {}, "failed", "cell 5 did not run"),
+        (["while True: pass"], {"cell_timeout": 1.0}, "failed", "longer than the limit of 1 s for one cell"),
+        ([DEAF], {"timeout": 7.0}, "timed out", "longer than the limit of 7 s"),
+        (
+            ["from ipywidgets import interact", "interact(lambda rate: rate / 0, rate=(0.0, 1.0))"],
+            {},
+            "failed",
+            "hidden in a widget: ZeroDivisionError",
+        ),
+    ],
+    ids=["raises", "dies", "exits with 0", "cell hangs", "kernel is deaf", "error in a widget"],
+)
+def test_what_goes_wrong_is_said_and_ended(make_notebook, tmp_path, no_orphans, code, limits, status, error):
+    folder = tmp_path / "results"
+    result = run(make_notebook(*code), folder, **limits)
+    assert result.status == status
+    assert error in result.error
+    assert json.loads((folder / RESULT_FILE).read_text())["status"] == status
+    assert (folder / LOG_FILE).is_file()
+
+
+def test_a_killed_runner_takes_the_kernel_with_it(make_notebook, tmp_path, no_orphans):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path = make_notebook(f"import os, pathlib; pathlib.Path({str(fifo)!r}).write_text(str(os.getpid()))", DEAF)
+    code = (
+        "import sys; from fsdp_ema_lib.lab.runs import run_notebook; "
+        "from fsdp_ema_lib.lab.notebooks import inspect_notebook; "
+        "run_notebook(inspect_notebook(sys.argv[1]), {}, sys.argv[2])"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code, str(path), str(tmp_path / "results")])
+    kernel = psutil.Process(int(fifo.read_text()))  # blocks until the kernel is there
+    runner.send_signal(signal.SIGKILL)
+    runner.wait()
+    assert psutil.wait_procs([kernel], timeout=20)[1] == []
+    assert load_result(tmp_path / "results") is None, "a run that was never finished has no verdict"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limits", "error"),
+    [
+        ({"no_such": 1}, {}, r"has no parameter no_such. It takes:\n.*steps = 400  # how many"),
+        ({"steps": "many"}, {}, r"steps: expected a whole number, like 400, found 'many' \(str\)"),
+        ({"output_dir": "x"}, {}, "output_dir: the runner sets it"),
+        ({}, {"timeout": 0.0}, "timeout: expected a number of seconds above 0, got 0"),
+        ({}, {"cell_timeout": math.nan}, "cell_timeout: expected a number of seconds above 0, got nan"),
+    ],
+)
+def test_refused_before_anything_starts(make_notebook, tmp_path, no_orphans, parameters, limits, error):
+    folder = tmp_path / "results"
+    with pytest.raises(NotebookError, match=f"(?s){error}"):
+        run(make_notebook("raise SystemExit"), folder, parameters, **limits)
+    assert not folder.exists()
+
+
+def test_parameters_for_a_notebook_without_a_parameters_cell_are_refused(make_notebook, tmp_path):
+    path = make_notebook("1", parameters=None)
+    with pytest.raises(NotebookError, match="no cell is tagged parameters, so steps would be ignored"):
+        run(path, tmp_path / "results", {"steps": 1})
+
+
+def test_a_folder_that_is_a_file_or_holds_the_notebook_is_refused(make_notebook, tmp_path):
+    path = make_notebook("1")
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotebookError, match="cannot be a folder"):
+            run(path, folder)
+    before = path.read_bytes()
+    with pytest.raises(NotebookError, match="holds the notebook itself"):
+        run(path, path.parent)
+    assert path.read_bytes() == before
+
+
+def test_what_an_earlier_run_left_does_not_pass_for_the_result_of_this_one(make_notebook, tmp_path, no_orphans):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    stale = [folder / name for name in (RESULT_FILE, "metrics.json", "curve.png")]
+    for path in stale:
+        path.write_text('{"claims": {"it ran": true}}')
+    assert run(make_notebook("1 / 0"), folder).claims == {}
+    assert [path.name for path in stale if path.exists()] == [RESULT_FILE]
+    assert not load_result(folder).passed
+
+
+def test_hidden_errors_of_a_healthy_notebook_are_none(make_notebook):
+    assert hidden_errors(make_notebook("1")) == []
