@@ -149,7 +149,8 @@ class MeshShard(Shard):
 
     def split_over(self) -> tuple[dist.ProcessGroup, ...]:
         param = self.registered
-        dims = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        # Not is_shard(): it is false for the strided shards of tensor parallel times FSDP2.
+        dims = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
         return tuple(param.device_mesh.get_group(dim) for dim in dims)
 
 

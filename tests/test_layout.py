@@ -64,7 +64,11 @@ def check_gather(ranks, world_size, layout, features, dtype):
         assert result["current"], f"rank {rank}"
 
 
-@pytest.mark.parametrize(("layout", "world_size", "dtype"), pairs(), ids=str)
+# One cell a layout: the exports and loads in test_ema.py go through the same code for every pair.
+DIAGONAL = [cell for number, cell in enumerate(pairs()) if number % 4 == number // 4 % 4]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "dtype"), DIAGONAL, ids=str)
 def test_gather_and_fill_are_exact(ranks, cells, layout, world_size, dtype):
     check_gather(ranks, world_size, layout, allowed_features(layout), dtype)
     cells.add("gather and fill", layout, world_size, dtype)

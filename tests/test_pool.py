@@ -44,5 +44,5 @@ def test_results_come_back_in_rank_order(ranks):
 )
 def test_a_rank_that_fails_hangs_or_dies_is_named_and_the_pool_recovers(ranks, worker, text):
     with pytest.raises(AssertionError, match=f"(?s){text}"):
-        ranks(2, worker, timeout=6.0)
+        ranks(2, worker, timeout=3.0)
     assert ranks(2, worker_sum) == [3.0, 3.0]

@@ -7,13 +7,11 @@ both sets are summed up by the mean and covariance of their features, and the di
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from fsdp_ema_lib.lab.digits import IMAGE_SIZE, NUM_CLASSES, Digits, Split, batches
+from fsdp_ema_lib.lab.threads import cpu_threads
 
 FEATURES = 64
 
@@ -62,23 +60,12 @@ def train_classifier(split: Split, *, steps: int = 800, batch_size: int = 64, se
         torch.manual_seed(seed)
         classifier = DigitClassifier()
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3, weight_decay=1e-2)
-    with _one_thread():
+    with cpu_threads(1):
         for _, (images, labels) in zip(range(steps), data, strict=False):
             optimizer.zero_grad()
             nn.functional.cross_entropy(classifier(images), labels).backward()
             optimizer.step()
     return classifier.eval().requires_grad_(False)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, which on a busy machine wait for each other at every step."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

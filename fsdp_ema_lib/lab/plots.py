@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Okabe and Ito (2008), "Color Universal Design". Black and yellow come last: black marks the live
 # weights (`series_colors`), and yellow is hard to see on white.
@@ -62,8 +63,14 @@ def style() -> Iterator[None]:
         100.0
         >>> plt.close(figure)
     """
-    with matplotlib.rc_context(_STYLE):
+    # Not `rc_context`, which puts back every setting: a notebook's first figure starts the inline backend, and that
+    # makes pyplot interactive. Undone, no later figure of the notebook would show.
+    before = {key: matplotlib.rcParams[key] for key in _STYLE}
+    matplotlib.rcParams.update(_STYLE)
+    try:
         yield
+    finally:
+        matplotlib.rcParams.update(before)
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> Path:
@@ -206,6 +213,9 @@ def metric_over_training(
             axes.axhline(value, color="0.45", linestyle="--", linewidth=1.2, label=label)
         if log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel="step", ylabel=ylabel, title=title)
         _legend_beside(figure, axes)
     return figure
@@ -268,18 +278,17 @@ def sample_grid(
     rows, cols = next(iter(tiles.values())).shape
     across = min(len(tiles), 3)
     down = -(-len(tiles) // across)
-    width = 3.6 * across
+    size = (3.6 * across, (3.4 * rows / cols + 0.3) * down + (0.35 if title else 0.05))
     with style():
-        figure, grid = plt.subplots(
-            down, across, figsize=(width, (3.6 * rows / cols + 0.35) * down + 0.35), squeeze=False
-        )
+        figure, grid = plt.subplots(down, across, figsize=size, squeeze=False)
+        figure.get_layout_engine().set(w_pad=0.1, wspace=0)
         for axes in grid.flat:
             axes.set_axis_off()
         for axes, (name, picture) in zip(grid.flat, tiles.items(), strict=False):
             axes.imshow(picture, vmin=limits[0], vmax=limits[1])
             axes.set_title(name)
         if title:
-            figure.suptitle(title, x=0.01, ha="left")
+            figure.suptitle(title, x=0.1 / size[0], ha="left")
     return figure
 
 

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.lab.digits import Split, batches, rank_slice
 from fsdp_ema_lib.lab.flow import VelocityField, draw_noise_and_times, flow_matching_loss
+from fsdp_ema_lib.lab.threads import cpu_threads
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.process_group import comm_device, is_main_process
 from fsdp_ema_lib.wrapping import fsdp2_wrap, fsdp_wrap
@@ -43,6 +44,8 @@ class TrainingConfig:
         hidden: width of the model, a positive even number.
         blocks: residual blocks of the model, at least 1.
         mixed_precision: compute in bf16 (not with wrapper "none").
+        threads: CPU threads of each rank, at least 1. More than one seldom pays for a model this small, is far slower
+            on a busy machine, and makes the last digits depend on the number.
 
     Raises:
         ValueError: one of the values is out of its range; all of them are named.
@@ -61,9 +64,10 @@ class TrainingConfig:
     hidden: int = 512
     blocks: int = 3
     mixed_precision: bool = False
+    threads: int = 1
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_size": 1, "seed": 0, "eval_every": 1, "hidden": 2, "blocks": 1}
+        least = {"steps": 1, "batch_size": 1, "seed": 0, "eval_every": 1, "hidden": 2, "blocks": 1, "threads": 1}
         faults = [
             f"{name} must be a whole number of at least {bound}, got {getattr(self, name)!r}"
             for name, bound in least.items()
@@ -217,7 +221,8 @@ def train(
     data = batches(split, config.batch_size, seed=config.seed, rank=rank, world_size=world_size, first_step=first_step)
     history, pending, started = History(), [], time.perf_counter()
     steps = range(first_step, config.steps + 1)
-    with tqdm(steps, desc="training", unit="step", disable=not _show_progress(progress)) as bar:
+    quiet = not _show_progress(progress)
+    with cpu_threads(config.threads), tqdm(steps, desc="training", unit="step", disable=quiet) as bar:
         for step, (images, labels) in zip(bar, data, strict=False):
             noise, times = draw_noise_and_times(config.batch_size, seed=config.seed, step=step)
             parts = (part.to(device) for part in (images, labels, noise[mine], times[mine]))

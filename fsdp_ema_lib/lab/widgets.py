@@ -22,7 +22,12 @@ from fsdp_ema_lib.lab.plots import LIVE_COLOR, OKABE_ITO, style
 
 
 def track_average(
-    decay: float | Schedule, live: Tensor, *, start: Tensor | None = None, device: str | torch.device = "cpu"
+    decay: float | Schedule,
+    live: Tensor,
+    *,
+    start: Tensor | None = None,
+    device: str | torch.device = "cpu",
+    **settings: Any,
 ) -> Tensor:
     """Run a real `EMA_FSDP` over a trajectory of live weights and record its average after every update.
 
@@ -31,6 +36,7 @@ def track_average(
         live: shape (updates, width), the live weights at each update; the columns are independent weights of one layer.
         start: shape (width,), the weights when the average is built; zeros by default.
         device: where the layer and its average live.
+        settings: what else to give `EMA_FSDP`, such as `update_every`.
 
     Returns:
         Shape (updates, width), fp32, on the CPU: row n - 1 is the average after update n.
@@ -51,7 +57,7 @@ def track_average(
     averages = torch.empty_like(rows)
     with torch.no_grad():
         layer.weight.copy_(torch.zeros_like(rows[0]) if start is None else start)
-        ema = EMA_FSDP(layer, decay)
+        ema = EMA_FSDP(layer, decay, **settings)
         for n, row in enumerate(rows):
             layer.weight.copy_(row)
             ema.update(layer)

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -36,6 +40,40 @@ def test_style_changes_nothing_outside_its_block():
         assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(plots.OKABE_ITO)
         raise KeyError
     assert dict(matplotlib.rcParams) == before
+
+
+def test_style_keeps_what_the_backend_sets_while_it_starts_inside_the_block():
+    assert not plt.isinteractive()
+    try:
+        with plots.style():
+            plt.ion()
+        assert plt.isinteractive()
+    finally:
+        plt.ioff()
+
+
+INLINE_CELLS = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+shell = InteractiveShell.instance()
+shell.run_cell("from fsdp_ema_lib.lab import plots").raise_error()
+for _ in range(3):
+    with capture_output() as shown:
+        shell.run_cell("figure = plots.loss_curve([1.0, 0.5])").raise_error()
+    print([sorted(output.data) for output in shown.outputs])
+"""
+
+
+def test_a_notebook_shows_every_figure_once():
+    """In a process of its own: the backend starts once in a process, at its first figure."""
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    found = subprocess.run(
+        [sys.executable, "-c", INLINE_CELLS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["[['image/png', 'text/plain']]"] * 3
 
 
 def test_save_makes_the_folder_and_returns_the_path_of_a_png_at_120_dpi(tmp_path):

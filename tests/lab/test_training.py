@@ -43,6 +43,7 @@ def worker_run(wrapper, **arguments):
         ({"batch_size": True}, "batch_size must be a whole number of at least 1, got True"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"eval_every": 0}, "eval_every must be a whole number of at least 1, got 0"),
+        ({"threads": 0}, "threads must be a whole number of at least 1, got 0"),
         ({"hidden": 33}, "hidden must be even, got 33"),
         ({"learning_rate": 0}, "learning_rate must be a positive number, got 0"),
         ({"learning_rate": math.nan}, "learning_rate must be a positive number, got nan"),
@@ -102,6 +103,19 @@ def test_looking_does_not_disturb_training(lone_rank, wrapper):
     watched, _, _ = run(wrapper, eval_every=2, evaluate=ink)
     unwatched, _, _ = run(wrapper, eval_every=12, decays=())
     assert watched.losses == unwatched.losses
+
+
+def test_training_uses_the_threads_it_was_given_and_puts_back_those_it_found():
+    before, seen = torch.get_num_threads(), []
+
+    def evaluate(model):
+        seen.append(torch.get_num_threads())
+        return {}
+
+    for threads in (1, 2):
+        run("none", steps=1, decays=(), evaluate=evaluate, threads=threads)
+    assert seen == [1, 2]
+    assert torch.get_num_threads() == before
 
 
 def test_each_evaluation_sees_its_own_weights():

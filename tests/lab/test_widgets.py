@@ -22,6 +22,11 @@ def test_track_average_is_the_recursion_in_float64(decay, schedule):
     )
 
 
+def test_track_average_passes_settings_on():
+    share = track_average(0.9, torch.zeros(6, 1), start=torch.ones(1), update_every=3)[:, 0]
+    torch.testing.assert_close(share, torch.tensor([1.0, 1.0, 0.9**3, 0.9**3, 0.9**3, 0.9**6]))
+
+
 @pytest.mark.parametrize(
     ("live", "start", "text"),
     [

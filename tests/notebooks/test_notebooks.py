@@ -15,7 +15,10 @@ from fsdp_ema_lib.lab.runs import LOG_FILE, run_notebook
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What makes a run short; a notebook that is not named here runs with its defaults.
-SHORT: dict[str, dict[str, Any]] = {"04_ema_vs_live": {"steps": 60, "eval_every": 30, "samples": 100}}
+SHORT: dict[str, dict[str, Any]] = {
+    "04_ema_vs_live": {"steps": 60, "eval_every": 30, "samples": 100},
+    "05_where_the_shards_are": {"world_sizes": [1, 2]},
+}
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
