@@ -9,7 +9,8 @@ Example:
     ['bias', 'weight']
 """
 
-from fsdp_ema_lib.checkpoint import export_safetensors, fsdp_state_dict, load_checkpoint, save_checkpoint
+from fsdp_ema_lib.checkpoint import fsdp_state_dict, load_checkpoint, save_checkpoint
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.names import (
     is_predictive_aux_key,
@@ -17,13 +18,16 @@ from fsdp_ema_lib.names import (
     normalize_generator_fsdp_state_dict,
 )
 from fsdp_ema_lib.process_group import barrier, distributed_job, is_main_process, launch_distributed_job, shutdown
-from fsdp_ema_lib.storage import UnsafeCheckpointError
+from fsdp_ema_lib.safetensors_io import export_safetensors, import_pt, import_safetensors
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 from fsdp_ema_lib.wrapping import effective_no_shard, fsdp2_wrap, fsdp_wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EMA_FSDP",
+    "CheckpointManager",
+    "DamagedCheckpointError",
     "UnsafeCheckpointError",
     "barrier",
     "distributed_job",
@@ -32,6 +36,8 @@ __all__ = [
     "fsdp2_wrap",
     "fsdp_state_dict",
     "fsdp_wrap",
+    "import_pt",
+    "import_safetensors",
     "is_main_process",
     "is_predictive_aux_key",
     "launch_distributed_job",

@@ -1,52 +1,149 @@
-"""Model, optimizer, averages, counters and random states, saved and restored together."""
+"""Model, optimizer, averages, counters and random states, saved and restored together in one directory."""
 
-import json
-import random
-import sys
+import importlib.metadata
+import io
+import time
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
-from fsdp_ema_lib import full_state
-from fsdp_ema_lib.agreement import from_rank_zero, raise_together
-from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib import checkpoint_state, full_state, storage
+from fsdp_ema_lib.agreement import raise_together
+from fsdp_ema_lib.checkpoint_entries import Contents, Restore, plain_json
+from fsdp_ema_lib.checkpoint_state import Averages, Model, Parts, Stateful, by_name
 from fsdp_ema_lib.layout import Layout
-from fsdp_ema_lib.process_group import is_main_process
-from fsdp_ema_lib.sharded_view import ShardedView
-from fsdp_ema_lib.storage import (
+from fsdp_ema_lib.safe_reading import (
+    ENTRIES,
+    METADATA,
     SafeLoadPlanner,
     SafeReader,
-    SafetensorsWriter,
-    discard,
-    publish,
-    read_manifest,
-    replacing,
-    unpublished_name,
+    read_metadata,
+    refuse_unreadable_object,
 )
+from fsdp_ema_lib.safetensors_io import export_safetensors as export_safetensors
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
-# Flattened, the optimizer's state has one entry per parameter, and loads into FSDP1 with and without a mesh.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+T = TypeVar("T")
+Group = dist.ProcessGroup | None
 
 
-def fsdp_state_dict(module: nn.Module) -> dict[str, Any]:
+def save_checkpoint(
+    path: str | Path,
+    *,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    ema: Averages | None = None,
+    scheduler: Stateful | None = None,
+    sampler: Stateful | None = None,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save everything that training needs to go on bit for bit; each rank writes its own shards.
+
+    Collective: every rank must call. The directory appears under its name when it is whole and on disk. For a series of
+    checkpoints, with removal of old ones and recovery, use `CheckpointManager`.
+
+    Args:
+        path: a directory that does not exist yet, the same on every rank, on a file system that all of them see.
+        model: as wrapped, or a list of model parts.
+        optimizer: the optimizer of `model`.
+        ema: an average, or several in a list or by name.
+        scheduler: has `state_dict` and `load_state_dict`; rank 0's state is saved.
+        sampler: the same, but each rank's own state is saved.
+        step: number of optimizer steps done.
+        extra: anything that JSON can hold; rank 0's counts.
+
+    Raises:
+        FileExistsError: `path` exists. TypeError: something that a load would refuse, named. RuntimeError: an average
+        is swapped into the model. OSError: from writing. On every rank, and nothing is left under `path`.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> model = nn.Linear(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/first", model=model, step=7, extra={"run": "a"})
+        ...     load_checkpoint(f"{folder}/first", model=model)
+        {'step': 7, 'extra': {'run': 'a'}}
+    """
+    path = Path(path)
+    error: Exception | None = None
+    contents = Contents()
+    parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
+    try:
+        parts.emas = by_name(ema)
+        if rank_of(None) == 0:
+            storage.refuse_existing(path)
+        contents = collect(parts)
+        extra = plain_json(dict(extra or {}), "extra")
+    except (OSError, TypeError, ValueError, RuntimeError) as problem:
+        error = problem
+    raise_together(error)
+    write(path, from_zero(storage.unpublished_name(path), None), contents, describe(contents, step, extra, None), None)
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    model: Model | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    ema: Averages | None = None,
+    scheduler: Stateful | None = None,
+    sampler: Stateful | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    verify: bool = False,
+) -> dict[str, Any]:
+    """Restore what `save_checkpoint` saved, into any layout and world size. Nothing from the files is executed.
+
+    Collective: every rank must call. What is not asked for is not read: a model alone, or an average alone, can be
+    loaded; the random states are restored together with an optimizer.
+
+    Args:
+        path: the directory.
+        model, optimizer, ema, scheduler, sampler: as for `save_checkpoint`; what to restore.
+        allow_missing: name patterns (`fnmatch`) of parameters that may be missing in the checkpoint, and keep their
+            values.
+        allow_unexpected: name patterns of parameters that the checkpoint may have and the model not.
+        verify: compare checksums first. Sizes are always compared.
+
+    Returns:
+        `step` and `extra` as they were saved.
+
+    Raises:
+        FileNotFoundError: no whole checkpoint at `path`.
+        ValueError: entries missing, unexpected, of another shape or dtype: all in one error, nothing changed.
+        DamagedCheckpointError (a ValueError): a file is not what was saved, named.
+        UnsafeCheckpointError: the checkpoint would run code or reaches out of its directory. All on every rank.
+    """
+    error: Exception | None = None
+    parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
+    try:
+        parts.emas = by_name(ema)
+    except (TypeError, ValueError) as problem:
+        error = problem
+    raise_together(error)
+    opened = open_checkpoint(Path(path), None, verify)
+    restore = match(opened, parts, allow_missing, allow_unexpected, None)
+    fill(opened, restore, None)
+    return finish(opened, restore, None)
+
+
+def fsdp_state_dict(module: Model) -> dict[str, Any]:
     """Gather the live weights and buffers: what the plain model loads with `strict=True`.
 
     Collective: every rank must call. Gathers one FSDP1 unit or one DTensor at a time.
@@ -58,282 +155,270 @@ def fsdp_state_dict(module: nn.Module) -> dict[str, Any]:
         TypeError, ValueError, RuntimeError: as for `EMA_FSDP`, on every rank.
 
     Example:
+        >>> from torch import nn
         >>> sorted(fsdp_state_dict(nn.Linear(3, 2)))
         ['bias', 'weight']
     """
-    layout = _layout_everywhere(module)
+    layout: Layout | None = None
+    with _together(None):
+        layout = Layout(module)
+    assert layout is not None
     return full_state.collect(layout, layout.live(), None)
 
 
-def export_safetensors(
-    path: str | Path, ema: EMA_FSDP, model: nn.Module, *, export_dtype: torch.dtype | None = None
-) -> None:
-    """Write the whole averaged model to one safetensors file that the plain model loads with `strict=True`.
+# ---------------------------------------------------------------- saving
 
-    Collective: every rank must call; rank 0 writes as it gathers, one FSDP1 unit or one DTensor at a time, and the file
-    appears under its name when it is whole. Tied parameters are written under each of their names.
 
-    Args:
-        path: the file, on rank 0's machine; replaced if it exists. Its directory must exist.
-        ema: the average.
-        model: the model that `ema` was built for; frozen parameters and buffers come from it.
-        export_dtype: floating dtype of the parameters; None keeps the average's own.
+def collect(parts: Parts) -> Contents:
+    """What this rank saves, refused now if a load would refuse it. Local.
 
     Raises:
-        TypeError: a dtype that safetensors cannot hold, or `export_dtype` is not floating. OSError: from writing. On
-            every rank.
-
-    Example:
-        >>> import tempfile
-        >>> from safetensors.torch import load_file
-        >>> model = nn.Linear(3, 2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     export_safetensors(f"{folder}/ema.safetensors", EMA_FSDP(model), model)
-        ...     model.load_state_dict(load_file(f"{folder}/ema.safetensors"), strict=True)
-        <All keys matched successfully>
+        TypeError, ValueError, RuntimeError: as `checkpoint_state.contents`.
     """
-    path = Path(path)
-    entries = ema.full_entries(model, export_dtype=export_dtype)
-    if not is_main_process():
-        for _ in ema.stream_full(model, export_dtype=export_dtype):
-            raise AssertionError("only rank 0 gets tensors")
-        raise_together(None)
-        return
-    error: Exception | None = None
-    stream = ema.stream_full(model, export_dtype=export_dtype)
-    try:
-        with replacing(path) as temporary:
-            writer = SafetensorsWriter(temporary, entries, {"num_updates": str(ema.num_updates)})
-            for name, tensor in stream:
-                writer.write(name, tensor)
-            writer.close()
-    except (OSError, TypeError, RuntimeError) as problem:
-        error = problem
-        for _ in stream:  # the other ranks go through every gather, so this one must too
-            continue
-    raise_together(error)
+    contents = checkpoint_state.contents(parts)
+    for name, value in contents.entries.items():
+        if not isinstance(value, Tensor):
+            refuse_unreadable_object(value, name)
+    return contents
 
 
-def save_checkpoint(
-    path: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    ema: EMA_FSDP | Mapping[str, EMA_FSDP] | None = None,
-    step: int = 0,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Save everything that training needs to go on bit for bit; each rank writes its own shards.
-
-    Collective: every rank must call. The directory appears under its name when it is whole and on disk.
-
-    Args:
-        path: a directory that does not exist yet, the same on every rank, on a file system that all of them see.
-        model: as wrapped.
-        optimizer: the optimizer of `model`.
-        ema: an average, or several by name.
-        step: number of optimizer steps done.
-        extra: anything that JSON can hold; rank 0's counts.
-
-    Raises:
-        FileExistsError: `path` exists. TypeError: `extra` is not JSON. OSError, RuntimeError: from writing. On every
-        rank, and nothing is left under `path`.
-    """
-    path = Path(path)
-    error: Exception | None = None
-    manifest: dict[str, Any] = {}
-    temporary = from_rank_zero(unpublished_name(path))
-    try:
-        if is_main_process():
-            manifest = _manifest(path, step, extra, _by_name(ema))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
-    except (OSError, TypeError, ValueError) as problem:
-        error = problem
-    raise_together(error)
-    try:
-        state = _gather_state(model, optimizer, ema) | {"rng": {f"rank{_rank()}": _random_state()}}
-        save(state, storage_writer=FileSystemWriter(temporary, sync_files=True))
-        if is_main_process():
-            publish(temporary, path, manifest)
-    except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
-        error = _translated(problem)
-    if error is not None and is_main_process():
-        discard(temporary)
-    raise_together(error)
-
-
-def load_checkpoint(
-    path: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    ema: EMA_FSDP | Mapping[str, EMA_FSDP] | None = None,
-) -> dict[str, Any]:
-    """Restore what `save_checkpoint` saved, into any layout and world size. Nothing from the files is executed.
-
-    Collective: every rank must call. What is not asked for is not read: a model alone, or an average alone, can be
-        loaded.
-
-    Returns:
-        `step` and `extra` as they were saved.
-
-    Raises:
-        FileNotFoundError: no whole checkpoint at `path`.
-        ValueError: entries missing in the checkpoint, of another shape or dtype: all in one error, nothing changed.
-        UnsafeCheckpointError: the checkpoint would run code. All on every rank.
-    """
-    path = Path(path)
-    error: Exception | None = None
-    manifest: dict[str, Any] = {}
-    try:
-        manifest = read_manifest(path)
-        state = _gather_state(model, optimizer, ema)
-        if _rank() < manifest["world_size"]:
-            state["rng"] = {f"rank{_rank()}": _random_state()}
-        state = _detached(state)
-        _refuse_differences(state, SafeReader(path).read_metadata())
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as problem:
-        error = problem
-    except Exception as problem:  # whatever unpickling a damaged file raises
-        error = ValueError(f"{path}: the metadata is not readable ({problem!r}). Load an earlier checkpoint.")
-    raise_together(error)
-    try:
-        load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
-    except CheckpointException as problem:
-        raise _translated(problem) from problem
-    _apply(state, model, optimizer, ema, manifest)
-    return {"step": manifest["step"], "extra": manifest["extra"]}
-
-
-def _layout_everywhere(module: nn.Module) -> Layout:
-    """The layout, or the same error on every rank."""
-    error: Exception | None = None
-    layout: Layout | None = None
-    try:
-        layout = Layout(module)
-    except (TypeError, ValueError, RuntimeError) as problem:
-        error = problem
-    raise_together(error)
-    assert layout is not None
-    return layout
-
-
-def _by_name(ema: EMA_FSDP | Mapping[str, EMA_FSDP] | None) -> dict[str, EMA_FSDP]:
-    if ema is None:
-        return {}
-    return {"0": ema} if isinstance(ema, EMA_FSDP) else dict(ema)
-
-
-def _manifest(path: Path, step: int, extra: Mapping[str, Any] | None, emas: Mapping[str, EMA_FSDP]) -> dict[str, Any]:
-    if path.exists():
-        raise FileExistsError(f"{path} exists; a checkpoint is never written over. Choose another name or remove it.")
-    manifest = {
+def describe(contents: Contents, step: int, extra: Mapping[str, Any] | None, group: Group) -> dict[str, Any]:
+    """Settle what all ranks have, and return the manifest but for the files. Collective over the group."""
+    contents.settle_buffers(gathered(contents.digests(), group), rank_of(group))
+    described = gathered(contents.described, group)
+    return {
         "step": step,
         "extra": dict(extra or {}),
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "world_size": len(described),
         "torch": torch.__version__,
-        "emas": {name: average.num_updates for name, average in emas.items()},
+        "fsdp_ema_lib": _library_version(),
+        "saved_at": time.time(),
+        **checkpoint_state.merged(described),
     }
-    try:
-        json.dumps(manifest)
-    except TypeError as problem:
-        raise TypeError(f"extra must be plain JSON: {problem}") from problem
-    return manifest
 
 
-def _gather_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: EMA_FSDP | Mapping[str, EMA_FSDP] | None
-) -> dict[str, Any]:
-    """Sharded state of everything, in the form that torch.distributed.checkpoint saves and fills."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_OPTIONS)}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    if ema is not None:
-        state["ema"] = {name: average.state_dict() for name, average in _by_name(ema).items()}
-    return state
-
-
-def _apply(
-    state: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    ema: EMA_FSDP | Mapping[str, EMA_FSDP] | None,
+def write(
+    path: Path,
+    unpublished: Path,
+    contents: Contents,
     manifest: Mapping[str, Any],
+    group: Group,
+    checksums: bool = True,
 ) -> None:
-    for name, average in _by_name(ema).items():  # first: it alone can still refuse what it got
-        average.load_state_dict(state["ema"][name])
-    set_model_state_dict(model, state["model"], options=_OPTIONS)
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
-    if "rng" in state:
-        _set_random_state(state["rng"][f"rank{_rank()}"])
-    elif is_main_process() or _rank() >= manifest["world_size"]:
-        warnings.warn(
-            f"rank {_rank()}: the checkpoint was saved by {manifest['world_size']} ranks and has no random state for "
-            f"this one, which keeps its own.",
-            stacklevel=3,
+    """Write one checkpoint under a name of its own, then publish it. Collective over the group, and over it alone.
+
+    Raises:
+        OSError, RuntimeError: from writing, on every rank; what was written is removed.
+    """
+    rank = rank_of(group)
+    with _removed_after_error(unpublished, rank):
+        with _together(group):
+            if rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                storage.make_private(unpublished)
+        files: dict[str, Any] = {}
+        with _together(group):
+            writer = _PrivateWriter(unpublished, checksums)
+            with _quiet_without_a_group():
+                save(
+                    {ENTRIES: contents.entries},
+                    storage_writer=writer,
+                    planner=_FlatSavePlanner(),
+                    process_group=group,
+                )
+            mine = sorted(unpublished.glob(f"__{rank}_*"))
+            files = storage.seal(mine + [unpublished / METADATA] * (rank == 0), writer.sums)
+        everyone = gathered(files, group)
+        with _together(group):
+            if rank == 0:
+                listed = {name: facts for files in everyone for name, facts in files.items()}
+                storage.publish(unpublished, path, {**manifest, "files": listed})
+
+
+@contextmanager
+def _removed_after_error(unpublished: Path, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        if rank == 0:
+            storage.discard(unpublished)
+        raise
+
+
+@contextmanager
+def _together(group: Group) -> Iterator[None]:
+    """One verdict at the end of the block for all ranks of the group."""
+    error: Exception | None = None
+    try:
+        yield
+    except (CheckpointException, Exception) as problem:
+        error = _translated(problem)
+    raise_together(error, (group,))
+
+
+class _Stream(io.BufferedWriter):
+    """Computes a checksum on the way, and remembers why a write failed: torch.save only says that the file is short."""
+
+    error: OSError | None = None
+    crc = 0
+    checksums = True
+
+    def write(self, data: Any) -> int:
+        try:
+            if self.checksums:
+                self.crc = zlib.crc32(data, self.crc)
+            return super().write(data)
+        except OSError as problem:
+            self.error = problem
+            raise
+
+
+class _PrivateFiles(FileSystem):
+    """Files that only their owner can read, and their checksums."""
+
+    def __init__(self, checksums: bool) -> None:
+        self.checksums = checksums
+        self.sums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert mode == "wb"
+        with _Stream(storage.open_private(path)) as stream:
+            stream.checksums = self.checksums
+            try:
+                yield stream
+                if self.checksums:
+                    self.sums[Path(path).name] = f"{stream.crc:08x}"
+            except Exception:
+                if stream.error is not None:
+                    raise stream.error from None
+                raise
+
+
+class _FlatSavePlanner(DefaultSavePlanner):
+    """Saves the flat dict under the key `ENTRIES`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[ENTRIES], storage_meta, is_coordinator)
+
+
+class _PrivateWriter(FileSystemWriter):
+    def __init__(self, path: Path, checksums: bool) -> None:
+        super().__init__(path, sync_files=False)  # `seal` flushes
+        self.fs: _PrivateFiles = _PrivateFiles(checksums)
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """Name -> checksum of every file written so far."""
+        # The metadata are written under a name that they lose at once.
+        return {name.removesuffix(".tmp"): crc for name, crc in self.fs.sums.items()}
+
+
+# ---------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose manifest, sizes and metadata have been found sound."""
+
+    path: Path
+    manifest: dict[str, Any]
+    metadata: Metadata
+
+
+def open_checkpoint(path: Path, group: Group, verify: bool) -> Opened:
+    """Read and check everything but the tensors. Collective over the group; with `verify` the ranks share the files.
+
+    Raises:
+        FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError: as `load_checkpoint`.
+    """
+    opened: Opened | None = None
+    with _together(group):
+        manifest = storage.read_manifest(path)
+        storage.check_sizes(path, manifest)
+        if verify:
+            storage.check_sums(path, manifest, sorted(manifest["files"])[rank_of(group) :: world_of(group)])
+    with _together(group):
+        opened = Opened(path, manifest, read_metadata(path))
+    assert opened is not None
+    return opened
+
+
+def match(
+    opened: Opened, parts: Parts, allow_missing: Sequence[str], allow_unexpected: Sequence[str], group: Group
+) -> Restore:
+    """Find every way in which a checkpoint does not fit. Collective over the group; changes nothing.
+
+    Raises:
+        ValueError: with all of them.
+    """
+    restore: Restore | None = None
+    with _together(group):
+        restore = checkpoint_state.prepare(parts, opened.metadata, opened.manifest, allow_missing, allow_unexpected)
+    assert restore is not None
+    # Ranks may hold different parts of a model: unexpected is what none of them expects.
+    unexpected = gathered(list(restore.unexpected(checkpoint_state.sections(parts))), group)
+    by_none = [line for line in unexpected[0] if all(line in lines for lines in unexpected)]
+    with _together(group):
+        if lines := restore.faults + by_none:
+            raise ValueError(
+                "\n".join(
+                    [
+                        f"{opened.path} does not fit:",
+                        *lines,
+                        "Nothing was changed. Load it into what it was saved from, or name what may differ with "
+                        "allow_missing=[...] or allow_unexpected=[...].",
+                    ]
+                )
+            )
+    return restore
+
+
+def fill(opened: Opened, restore: Restore, group: Group) -> None:
+    """Read this rank's part of every entry into tensors of its own. Collective over the group; changes nothing else.
+
+    Raises:
+        OSError, DamagedCheckpointError, UnsafeCheckpointError: from reading, on every rank.
+    """
+    with _together(group), _quiet_without_a_group():
+        load(
+            {ENTRIES: restore.entries},
+            storage_reader=SafeReader(opened.path, opened.metadata),
+            planner=SafeLoadPlanner(),
+            process_group=group,
         )
+    with _together(group):
+        for check in restore.checks:
+            check()
 
 
-def _detached(state: Any) -> Any:
-    """The same state over tensors of its own, so that a load that fails half-way has changed nothing."""
-    if isinstance(state, dict):
-        return {key: _detached(value) for key, value in state.items()}
-    if isinstance(state, DTensor | ShardedView) or type(state) in (Tensor, nn.Parameter):
-        return state.detach().clone()
-    return state
+def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
+    """Put everything back. Every rank must call; nothing is read any more."""
+    with _together(group):
+        for step in restore.steps:
+            step()
+    for note in restore.notes:
+        warnings.warn(note, stacklevel=3)
+    return {"step": opened.manifest["step"], "extra": opened.manifest["extra"]}
 
 
-def _refuse_differences(state: Mapping[str, Any], metadata: Metadata, prefix: str = "") -> None:
-    lines = list(_differences(state, metadata, ""))
-    if lines:
-        raise ValueError("the checkpoint does not fit:\n" + "\n".join(lines) + "\nNothing was changed.")
+# ---------------------------------------------------------------- small helpers
 
 
-def _differences(state: Mapping[str, Any], metadata: Metadata, prefix: str) -> Any:
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _differences(value, metadata, f"{name}.")
-            continue
-        saved = metadata.state_dict_metadata.get(name)
-        if saved is None:
-            yield f"{name}: missing in the checkpoint"
-        elif isinstance(value, Tensor) and isinstance(saved, TensorStorageMetadata):
-            if saved.size != value.size():
-                yield f"{name}: the checkpoint holds {tuple(saved.size)}, {tuple(value.size())} was expected"
-            elif saved.properties.dtype != value.dtype:
-                yield f"{name}: the checkpoint holds {saved.properties.dtype}, {value.dtype} was expected"
-
-
-def _random_state() -> dict[str, Tensor]:
-    version, words, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        assert kind == "MT19937"
-        state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        state["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
-    return state
-
-
-def _set_random_state(state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, *words = state["python"].tolist()
-    gauss = float(state["python_gauss"])
-    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        *keys, position, has_gauss = state["numpy"].tolist()
-        sys.modules["numpy"].random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"])))
+@contextmanager
+def _quiet_without_a_group() -> Iterator[None]:
+    """One process without a group is a normal way to use this: torch's warning about it would be noise."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _translated(problem: BaseException) -> Exception:
@@ -342,12 +427,39 @@ def _translated(problem: BaseException) -> Exception:
         assert isinstance(problem, Exception)
         return problem
     causes = {rank: failure[0] for rank, failure in problem.failures.items()}
-    kind = type(next(iter(causes.values())))
+    first = next(iter(causes.values()))
     text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-    if issubclass(kind, OSError):
-        return OSError(text)
+    for kind in (UnsafeCheckpointError, DamagedCheckpointError, OSError):
+        if isinstance(first, kind):
+            return kind(text)
     return RuntimeError(f"the checkpoint could not be written or read: {text}")
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _library_version() -> str:
+    try:
+        return importlib.metadata.version("fsdp-ema-lib")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def rank_of(group: Group) -> int:
+    """This process's rank in the group; 0 without torch.distributed."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def world_of(group: Group) -> int:
+    """The number of ranks in the group; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def gathered(value: T, group: Group) -> list[T]:
+    """Every rank's value, in rank order; collective over the group. The value must be picklable and not large."""
+    values: list[T] = [value] * world_of(group)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_zero(value: T, group: Group) -> T:
+    """The value of the group's first rank; collective over the group."""
+    return gathered(value, group)[0]

@@ -1,92 +1,41 @@
-"""Directories and files on disk: whole or absent, and read without executing anything from them."""
+"""Directories on disk: private, checksummed, whole or absent."""
 
 import io
 import json
 import os
 import pickle
+import re
 import shutil
+import stat
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
-
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_UNPUBLISHED = ".unpublished-"
-
-# Everything that the metadata of a checkpoint is made of; torch dtypes come on top.
-_METADATA_GLOBALS = frozenset(
-    {
-        ("collections", "OrderedDict"),
-        ("pathlib", "Path"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "Metadata"),
-        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
+_OWN_SUM = "manifest_crc32"
+THREADS = 4
+_MANIFEST_BYTES = 256 << 20
+_BLOCK_BYTES = 1 << 22
+_UNPUBLISHED, _DISCARDED = ".unpublished-", ".discarded-"
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(rf"\.?.+({re.escape(_UNPUBLISHED)}|{re.escape(_DISCARDED)})[0-9a-f]{{32}}")
 
 
 class UnsafeCheckpointError(pickle.UnpicklingError):
-    """A checkpoint holds something that is no tensor, number or name, and that would run code if it were opened."""
+    """A checkpoint holds something that is no tensor, number or name, or reaches out of its own directory."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, stream: Any, path: Path) -> None:
-        super().__init__(stream)
-        self.path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_GLOBALS or (
-            module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise UnsafeCheckpointError(
-            f"{self.path}: refused {module}.{name}, which no checkpoint metadata needs; nothing of it was run. "
-            f"Do not open this checkpoint with other tools."
-        )
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was saved: a file is missing, cut short or changed."""
 
 
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint of torch.distributed.checkpoint; its metadata can name known classes only."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self._get_metadata_path(kwargs.get("rank")))
-        with open(path, "rb") as stream:
-            metadata: Metadata = _MetadataUnpickler(stream, path).load()
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """Fills a state dict; what is not a tensor is read with `weights_only=True`."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked = torch.load(value, weights_only=True)
-        plain = io.BytesIO()
-        torch.save(checked, plain)  # the base class unpickles without a check: hand it what has passed one
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+# ---------------------------------------------------------------- whole or absent
 
 
 def unpublished_name(path: Path) -> Path:
@@ -94,147 +43,76 @@ def unpublished_name(path: Path) -> Path:
     return path.parent / f"{path.name}{_UNPUBLISHED}{uuid.uuid4().hex}"
 
 
+def step_name(step: int) -> str:
+    """The name of the directory that holds the checkpoint of a step."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of which a directory of this name holds the checkpoint; None for any other name.
+
+    Example:
+        >>> step_of(step_name(70)), step_of("step_7")
+        (70, None)
+    """
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a directory of this name was left by a save or a removal that did not end.
+
+    Example:
+        >>> is_leftover("step_00000010.unpublished-" + "0" * 32), is_leftover("step_00000010.unpublished-mine")
+        (True, False)
+    """
+    return _LEFTOVER.fullmatch(name) is not None
+
+
 def publish(unpublished: Path, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest last, flush everything to disk, then give the directory its name in one step.
+    """Write the manifest last, flush it and the directories to disk, then give the directory its name in one step.
+
+    The files that the manifest names must be on disk already (`seal`).
 
     Raises:
         FileExistsError: `path` exists; what is there stays as it is.
     """
-    with open(unpublished / MANIFEST, "w") as stream:
-        json.dump({"format_version": FORMAT_VERSION, **manifest}, stream, indent=1)
-    for file in unpublished.iterdir():
-        _sync(file)
-    _sync(unpublished)
-    if path.exists():
-        raise FileExistsError(f"{path} exists; a checkpoint is never written over. Choose another name or remove it.")
+    write_manifest(unpublished, {"format_version": FORMAT_VERSION, **manifest})
+    sync(unpublished)
+    refuse_existing(path)
     os.rename(unpublished, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def discard(unpublished: Path) -> None:
-    """Remove a directory that was not published."""
-    if _UNPUBLISHED in unpublished.name and unpublished.is_dir():
-        shutil.rmtree(unpublished)
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest, which must not exist, with a checksum of its own, and flush it to disk."""
+    with io.BufferedWriter(open_private(directory / MANIFEST)) as stream:
+        stream.write(json.dumps({**manifest, _OWN_SUM: _own_sum(manifest)}, indent=1).encode())
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """What `publish` wrote.
-
-    Raises:
-        FileNotFoundError: there is no whole checkpoint at `path`.
-        ValueError: the manifest is damaged, or of a later version.
-    """
-    if not (path / MANIFEST).is_file():
-        raise FileNotFoundError(
-            f"{path}: no {MANIFEST}, so there is no whole checkpoint here (it is written last). Load an earlier one."
-        )
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        version = int(manifest["format_version"])
-    except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(f"{path / MANIFEST}: damaged ({problem!r}). Load an earlier checkpoint.") from problem
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: the checkpoint has format {version}, this library reads up to {FORMAT_VERSION}: "
-            f"update fsdp_ema_lib."
-        )
-    return manifest
+def _own_sum(manifest: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def refuse_existing(path: Path) -> None:
+    """Raise FileExistsError if there is anything under this name."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists; a checkpoint is never written over. Choose another name or remove it.")
 
 
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+def discard(path: Path) -> None:
+    """Remove an unpublished or a published directory; a published one loses its name first, in one step."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path if is_leftover(path.name) else set_aside(path))
 
 
-class SafetensorsWriter:
-    """Writes a safetensors file tensor by tensor, in any order: the library's own writer wants them all in memory.
-
-    Args:
-        path: the file; it must not exist.
-        entries: name -> (dtype, shape) of every tensor that will be written.
-
-    Raises:
-        TypeError: a dtype that safetensors has no name for, with the names of its tensors.
-    """
-
-    def __init__(
-        self, path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-    ) -> None:
-        self.path = path
-        self.entries = dict(entries)
-        self.missing = set(entries)
-        bad = [f"{name} ({dtype})" for name, (dtype, _) in entries.items() if dtype not in _SAFETENSORS_DTYPES]
-        if bad:
-            raise TypeError(
-                f"safetensors cannot hold {', '.join(bad)}; convert them with export_dtype or leave them out"
-            )
-        # Wide dtypes first, so that every tensor starts at a multiple of its element size.
-        order = sorted(entries, key=lambda name: (-entries[name][0].itemsize, name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-        self.offsets: dict[str, int] = {}
-        end = 0
-        for name in order:
-            dtype, shape = entries[name]
-            begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-            header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-            self.offsets[name] = begin
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.start = 8 + len(text)
-        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._write(0, len(text).to_bytes(8, "little") + text)
-        os.truncate(path, self.start + end)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor into its place. Its dtype and shape must be the announced ones."""
-        announced = self.entries[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (announced[0], tuple(announced[1])):
-            raise ValueError(f"{name}: announced as {announced}, got {(tensor.dtype, tuple(tensor.shape))}")
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        self._write(self.start + self.offsets[name], raw.numpy().data)
-        self.missing.discard(name)
-
-    def _write(self, offset: int, data: bytes | memoryview) -> None:
-        while len(data):
-            written = os.pwrite(self.file, data, offset)
-            data, offset = data[written:], offset + written
-
-    def close(self) -> None:
-        """Flush to disk, and let the safetensors library read the header back."""
-        if self.missing:
-            raise ValueError(f"{self.path}: never written: {', '.join(sorted(self.missing))}")
-        os.fsync(self.file)
-        os.close(self.file)
-        try:
-            with safe_open(self.path, framework="pt") as written:
-                assert set(written.keys()) == set(self.entries)
-        except SafetensorError as problem:
-            raise RuntimeError(
-                f"{self.path}: the file just written does not open ({problem}); the disk may be full"
-            ) from problem
+def set_aside(path: Path) -> Path:
+    """Take its name from a published directory, in one step; returns the name of what is now a leftover."""
+    gone = path.parent / f"{path.name}{_DISCARDED}{uuid.uuid4().hex}"
+    os.rename(path, gone)
+    return gone
 
 
 @contextmanager
@@ -244,6 +122,224 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_private(path: Path) -> None:
+    """Make a directory that only its owner can enter."""
+    path.mkdir(mode=0o700)
+
+
+def open_private(path: str | os.PathLike[str]) -> io.FileIO:
+    """Open a new file for writing bytes that only its owner can read; it must not exist."""
+    return io.FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a directory is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def seal(paths: Iterable[Path], sums: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """Flush files to disk; returns name -> {"size": bytes, "crc32": hexadecimal} for the manifest.
+
+    Args:
+        paths: the files.
+        sums: name -> checksum, where it was computed while the file was written; None to read the files for it, {} for
+            no checksums.
+    """
+    paths = list(paths)
+    in_threads([partial(sync, path) for path in paths])
+    if sums is None:
+        found = in_threads([partial(_crc32, path.parent, path.name) for path in paths])
+        sums = {path.name: crc for path, crc in zip(paths, found, strict=True)}
+    facts: dict[str, dict[str, Any]] = {path.name: {"size": path.stat().st_size} for path in paths}
+    for name, crc in sums.items():
+        if name in facts:
+            facts[name]["crc32"] = crc
+    return facts
+
+
+def check_sizes(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Compare the size of every file with the manifest.
+
+    Raises:
+        DamagedCheckpointError: naming every file that is missing, of another size, or not in the manifest.
+    """
+    faults = []
+    for name, facts in manifest["files"].items():
+        try:
+            descriptor = open_inside(path, name)
+        except FileNotFoundError:
+            faults.append(f"{path / name}: missing")
+            continue
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if size != facts["size"]:
+            faults.append(f"{path / name}: {size} bytes, the manifest says {facts['size']}")
+    known = {MANIFEST, *manifest["files"]}
+    faults += [f"{path / name}: not in the manifest" for name in sorted(os.listdir(path)) if name not in known]
+    _raise_damaged(faults)
+
+
+def check_sums(path: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Compare checksums with the manifest, with several threads.
+
+    Args:
+        path: the checkpoint.
+        manifest: as `read_manifest` returns it.
+        names: of the files to check; None for all. Files that were saved without a checksum are passed over.
+
+    Raises:
+        DamagedCheckpointError: naming every file that differs.
+    """
+    wanted = [name for name in (manifest["files"] if names is None else names) if "crc32" in manifest["files"][name]]
+    sums = in_threads([partial(_crc32, path, name) for name in wanted])
+    found = dict(zip(wanted, sums, strict=True))
+    _raise_damaged(
+        f"{path / name}: its checksum is {crc}, the manifest says {manifest['files'][name]['crc32']}"
+        for name, crc in found.items()
+        if crc != manifest["files"][name]["crc32"]
+    )
+
+
+def _raise_damaged(faults: Iterable[str]) -> None:
+    faults = list(faults)
+    if faults:
+        raise DamagedCheckpointError(
+            "\n".join(["the checkpoint is damaged:", *faults, "Load an earlier one (fall_back=True does)."])
+        )
+
+
+def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of all jobs, or the error of the first that failed.
+
+    Plain threads: an executor takes no more jobs once the interpreter has begun to end, when the last save is written.
+    """
+    results: list[Any] = [None] * len(jobs)
+    errors: dict[int, Exception] = {}
+    left = iter(range(len(jobs)))
+    guard = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with guard:
+                number = next(left, None)
+            if number is None:
+                return
+            try:
+                results[number] = jobs[number]()
+            except Exception as problem:
+                errors[number] = problem
+
+    helpers = [threading.Thread(target=work) for _ in range(min(THREADS, len(jobs)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[min(errors)]
+    return results
+
+
+def _crc32(directory: Path, name: str) -> str:
+    crc = 0
+    buffer = bytearray(_BLOCK_BYTES)
+    with os.fdopen(open_inside(directory, name), "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            crc = zlib.crc32(memoryview(buffer)[:count], crc)
+    return f"{crc:08x}"
+
+
+# ---------------------------------------------------------------- reading
+
+
+def open_inside(directory: Path, name: str) -> int:
+    """A descriptor of a regular file that lies in this directory itself.
+
+    Raises:
+        UnsafeCheckpointError: the name climbs out of the directory, or the file is a symlink or no regular file.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UnsafeCheckpointError(f"{directory}: refused the file name {name!r}, which is not a plain one")
+    path = directory / name
+    try:
+        # Non-blocking: to open a planted named pipe would otherwise wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if path.is_symlink():
+            raise UnsafeCheckpointError(
+                f"{path}: refused a symlink to {os.readlink(path)}; a checkpoint's files lie in its own directory"
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnsafeCheckpointError(f"{path}: refused, it is not a regular file")
+    return descriptor
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What `publish` wrote.
+
+    Raises:
+        FileNotFoundError: there is no whole checkpoint at `path`.
+        DamagedCheckpointError: the manifest is damaged. ValueError: it is of a later version.
+        UnsafeCheckpointError: it is a symlink, or too large to be one.
+    """
+    if not os.path.lexists(path / MANIFEST):
+        raise FileNotFoundError(
+            f"{path}: no {MANIFEST}, so there is no whole checkpoint here (it is written last). Load an earlier one."
+        )
+    with os.fdopen(open_inside(path, MANIFEST), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > _MANIFEST_BYTES:
+            raise UnsafeCheckpointError(
+                f"{path / MANIFEST}: refused, {size} bytes is more than a manifest has ({_MANIFEST_BYTES})"
+            )
+        text = stream.read()
+    try:
+        manifest = json.loads(text)
+        version = _whole(manifest["format_version"])
+        if version <= FORMAT_VERSION:
+            if manifest.pop(_OWN_SUM) != _own_sum(manifest):
+                raise ValueError("its own checksum differs")
+            _check_manifest(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise DamagedCheckpointError(
+            f"{path / MANIFEST}: damaged ({problem!r}). Load an earlier checkpoint."
+        ) from problem
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: the checkpoint has format {version}, this library reads up to {FORMAT_VERSION}: "
+            f"update fsdp_ema_lib."
+        )
+    return dict(manifest)
+
+
+def _check_manifest(manifest: Any) -> None:
+    if _whole(manifest["world_size"]) < 1:
+        raise ValueError("world_size is not positive")
+    _whole(manifest["step"])
+    for name, facts in manifest["files"].items():
+        _whole(facts["size"])
+        if not isinstance(facts.get("crc32", ""), str):
+            raise TypeError(f"the checksum of {name} is no string")
+    for section in ("extra", "model", "optimizer", "emas"):
+        if not isinstance(manifest[section], dict):
+            raise TypeError(f"{section} is no object")
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fsdp_ema_lib.lab import offline_cli
 from fsdp_ema_lib.lab.notebooks import (
     NotebookError,
     NotebookInfo,
@@ -30,11 +31,12 @@ FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 _COLORS = {"passed": "green", "failed": "red", "timed out": "red", "interrupted": "yellow"}
 
 app = typer.Typer(
-    help="List and run the notebooks of fsdp_ema_lib.",
+    help="List and run the notebooks of fsdp_ema_lib; look into, check, export and compare checkpoints.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+offline_cli.register(app)
 
 Output = Annotated[
     Path | None,

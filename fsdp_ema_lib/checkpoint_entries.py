@@ -1,0 +1,226 @@
+"""The entries of a checkpoint: what is saved under which name, and what a load asks for."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fsdp_ema_lib.ema_state import local_of
+from fsdp_ema_lib.layout import FlatUnit, Layout, Shard
+from fsdp_ema_lib.sharded_view import ShardedView
+
+
+@dataclass
+class Contents:
+    """What one rank saves.
+
+    Attributes:
+        entries: entry name -> tensor in checkpoint form, or an object that `weights_only=True` reads back.
+        described: what the manifest says about it, plain JSON.
+        buffers: entries that every rank has whole and may have otherwise: nothing keeps buffers in step across ranks.
+    """
+
+    entries: dict[str, Any] = field(default_factory=dict)
+    described: dict[str, Any] = field(default_factory=lambda: {"model": {}, "optimizer": {}, "emas": {}})
+    buffers: list[str] = field(default_factory=list)
+
+    def digests(self) -> dict[str, int]:
+        """Checksums of the buffers."""
+        return {name: _digest(self.entries[name]) for name in self.buffers}
+
+    def settle_buffers(self, digests: Sequence[Mapping[str, int]], rank: int) -> None:
+        """Leave each buffer to the first rank that has it; where this rank's values differ, save them beside.
+
+        Args:
+            digests: what `digests` returns on each rank.
+            rank: this one.
+        """
+        for name in self.buffers:
+            first = next(number for number, found in enumerate(digests) if name in found)
+            if first == rank:
+                continue
+            value = self.entries.pop(name)
+            if digests[first][name] != digests[rank][name]:
+                self.entries[of_rank(rank, name)] = value
+
+
+@dataclass
+class Restore:
+    """A load in preparation: tensors of its own to fill, and what to do with them once all are filled.
+
+    Attributes:
+        entries: entry name -> what is to be filled, in checkpoint form.
+        checks: run after filling, before anything is changed; they raise.
+        steps: change the model, the optimizer and the rest.
+        faults: every way in which the checkpoint does not fit.
+    """
+
+    metadata: Metadata
+    manifest: Mapping[str, Any]
+    rank: int
+    world_size: int
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    entries: dict[str, Any] = field(default_factory=dict)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+
+    def saved(self, entry: str) -> Any:
+        """What the checkpoint says about an entry; None if it has none."""
+        return self.metadata.state_dict_metadata.get(entry)
+
+    def own(self, entry: str) -> str:
+        """Where this rank's values of an entry are: under a name of its own if they differed from the others' ones."""
+        mine = of_rank(self.rank, entry)
+        same_world = self.world_size == self.manifest["world_size"]
+        return mine if same_world and self.saved(mine) is not None else entry
+
+    def may_miss(self, name: str) -> bool:
+        """Whether a parameter of this name may be missing."""
+        return any(fnmatchcase(name, pattern) for pattern in self.allow_missing)
+
+    def fits(self, entry: str, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Whether the checkpoint holds a tensor of this entry, shape and dtype; notes the fault if it may not miss it.
+
+        Args:
+            entry: its name in the checkpoint.
+            name: of the parameter, for patterns.
+            shape: of the full tensor.
+            dtype: as it must be: a cast would not give back what was saved.
+        """
+        self.known.add(entry)
+        saved = self.saved(self.own(entry))
+        if saved is None:
+            if not self.may_miss(name):
+                self.faults.append(f"{entry}: missing in the checkpoint; {tuple(shape)} was expected")
+            return False
+        if not isinstance(saved, TensorStorageMetadata):
+            self.faults.append(f"{entry}: the checkpoint holds no tensor, {tuple(shape)} was expected")
+        elif saved.size != shape:
+            self.faults.append(f"{entry}: the checkpoint holds {tuple(saved.size)}, {tuple(shape)} was expected")
+        elif saved.properties.dtype != dtype:
+            self.faults.append(f"{entry}: the checkpoint holds {saved.properties.dtype}, {dtype} was expected")
+        else:
+            return True
+        return False
+
+    def want(self, entry: str, name: str, shard: Shard | None, current: Tensor) -> Tensor | None:
+        """Ask for a tensor like `current`; returns a local one on the CPU that will be filled, None if it does not fit.
+
+        Args:
+            entry, name: as for `fits`.
+            shard: where it belongs; None for one that every rank has whole.
+            current: this rank's values now.
+        """
+        if not self.fits(entry, name, current.shape if shard is None else shard.shape, current.dtype):
+            return None
+        local = torch.empty_like(current, device="cpu", requires_grad=False)
+        self.entries[self.own(entry)] = local if shard is None else shard.view(local)
+        return local
+
+    def want_object(self, entry: str, fault: str | None) -> bool:
+        """Ask for something that is no tensor; `fault` is what to say if it is missing, None if it may be."""
+        self.known.add(entry)
+        if self.saved(entry) is None:
+            if fault is not None:
+                self.faults.append(fault)
+            return False
+        self.entries[entry] = None
+        return True
+
+    def unexpected(self, sections: Sequence[str]) -> Iterator[str]:
+        """Entries of the sections that this rank did not ask for."""
+        for entry in self.metadata.state_dict_metadata:
+            section = next((section for section in sections if entry.startswith(section)), None)
+            if section is None or entry in self.known:
+                continue
+            name = entry[len(section) :].removeprefix("shadow.").removeprefix("low.")
+            if not any(fnmatchcase(name, pattern) for pattern in self.allow_unexpected):
+                yield f"{entry}: in the checkpoint, not expected here"
+
+
+def flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries of a state dict of at most two levels, with dotted names."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", one) for inner, one in value.items())
+        else:
+            yield key, value
+
+
+def over(view: Tensor, local: Tensor) -> Tensor:
+    """The same place in the full tensor, over another local tensor."""
+    if isinstance(view, DTensor):
+        return DTensor(local, view._spec, requires_grad=False)
+    return view.with_local(local) if isinstance(view, ShardedView) else local
+
+
+def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, Any]:
+    """Copies of all tensors on the CPU, in buffers that are used again: a save can write them while training goes on.
+
+    Args:
+        entries: as in `Contents`.
+        buffers: entry name -> buffer; kept by the caller from one save to the next.
+    """
+    copies: dict[str, Any] = {}
+    moved = False
+    for name, value in entries.items():
+        if not isinstance(value, Tensor):
+            copies[name] = json.loads(json.dumps(value)) if _is_json(value) else value
+            continue
+        local = local_of(value)
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
+            buffers[name] = buffer
+        buffer.copy_(local, non_blocking=local.is_cuda)
+        moved |= local.is_cuda
+        copies[name] = over(value, buffer)
+    if moved:
+        torch.cuda.synchronize()
+    return copies
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def plain_json(value: Any, where: str) -> Any:
+    """The value as JSON gives it back; TypeError, naming where it stands, if JSON cannot hold it."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as problem:
+        raise TypeError(
+            f"{where} is {type(value).__name__}, only tensors and plain numbers, names and lists of them can be saved"
+        ) from problem
+
+
+def before_write(layout: Layout) -> None:
+    """`Layout.before_write`, also on an FSDP1 model that has not run a forward yet."""
+    for unit in layout.units:  # FSDP2 was resharded when the layout was made
+        # FSDP1 sets its flat parameters up at the first forward; before that there is nothing to reshard.
+        if not isinstance(unit, FlatUnit) or hasattr(unit.flat, "_local_shard"):
+            unit.before_write()
+
+
+def of_rank(rank: int, entry: str) -> str:
+    """The name of an entry for values that one rank alone has."""
+    return f"rank{rank}.{entry}"
+
+
+def _digest(tensor: Tensor) -> int:
+    values = local_of(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data)

@@ -1,0 +1,595 @@
+"""Reads checkpoints of torch.distributed.checkpoint without executing anything from them.
+
+Metadata is unpickled into stand-ins that exist for that one reading, and torch's own objects are built from them after
+every field was checked. Tensors are taken from their files as bytes, of the size that the file really has.
+"""
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError, in_threads, open_inside
+
+METADATA = ".metadata"
+# torch.distributed.checkpoint logs every key of the dict that it gets: it gets this one, over all entries.
+ENTRIES = "entries"
+_METADATA_BYTES = 1 << 30
+_PICKLE_BYTES = 1 << 24  # of the pickle inside one entry
+_BYTES_ENTRY = 1 << 26
+
+_DCP = "torch.distributed.checkpoint."
+_RECORDS = frozenset(
+    {
+        (f"{_DCP}filesystem", "_StorageInfo"),
+        (f"{_DCP}metadata", "BytesStorageMetadata"),
+        (f"{_DCP}metadata", "ChunkStorageMetadata"),
+        (f"{_DCP}metadata", "Metadata"),
+        (f"{_DCP}metadata", "MetadataIndex"),
+        (f"{_DCP}metadata", "StorageMeta"),
+        (f"{_DCP}metadata", "TensorProperties"),
+        (f"{_DCP}metadata", "TensorStorageMetadata"),
+    }
+)
+_VALUES = frozenset(
+    {
+        (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+# Opcodes that build plain data, call what find_class let pass, and refer back. The others either never stand in a
+# checkpoint or make room for as many bytes as they say (BYTEARRAY8).
+_OPCODES = frozenset(
+    """PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE INT BININT BININT1
+    BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES SHORT_BINSTRING
+    BINSTRING EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET
+    ADDITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID POP POP_MARK DUP""".split()
+)
+# What torch.save needs for numbers, names, containers and tensors; `weights_only=True` decides again.
+_ENTRY_GLOBALS = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("collections", "Counter"),
+        ("collections", "defaultdict"),
+        ("builtins", "dict"),
+        ("builtins", "set"),
+        ("builtins", "complex"),
+        ("__builtin__", "set"),
+        ("__builtin__", "complex"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_tensor_v3"),
+        ("torch._utils", "_rebuild_parameter"),
+        *(("torch", name) for name in _STORAGES),
+    }
+)
+
+
+def scan_pickle(data: bytes, where: str, allowed: Collection[tuple[str, str]] | None) -> None:
+    """Look through a pickle without executing it.
+
+    Args:
+        data: the pickle.
+        where: what it is, for the error.
+        allowed: (module, name) of the globals that it may name, beside torch's dtypes; None where `find_class` decides.
+
+    Raises:
+        UnsafeCheckpointError: it names another global, has an opcode that no checkpoint needs, or would reserve memory
+            that its own size does not justify. DamagedCheckpointError: it is no pickle.
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if name not in _OPCODES:
+                raise UnsafeCheckpointError(f"{where}: refused the pickle opcode {name}, which no checkpoint needs")
+            if name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+                raise UnsafeCheckpointError(f"{where}: refused a pickle that would reserve {argument} memo slots")
+            if allowed is not None and name == "STACK_GLOBAL":
+                raise UnsafeCheckpointError(f"{where}: refused a pickle that hides the names of its classes")
+            if allowed is not None and name == "GLOBAL":
+                module, _, attribute = str(argument).partition(" ")
+                if (module, attribute) not in allowed and not _is_dtype(module, attribute):
+                    raise refused_global(where, module, attribute)
+    except UnsafeCheckpointError:
+        raise
+    except Exception as problem:
+        raise DamagedCheckpointError(f"{where}: not a readable pickle ({problem})") from problem
+
+
+def refused_global(where: str, module: str, name: str) -> UnsafeCheckpointError:
+    """The error for a class or function that a file names and that nothing of ours needs."""
+    return UnsafeCheckpointError(
+        f"{where}: refused {module}.{name}, which no checkpoint needs; nothing of it was run. "
+        f"Do not open this checkpoint with other tools."
+    )
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+# ---------------------------------------------------------------- metadata
+
+
+class _Record:
+    """Stands in for an instance of one of torch's metadata classes while its pickle is read."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds stand-ins alone: a hostile pickle can set attributes of what it gets, and must not get torch's classes."""
+
+    def __init__(self, stream: Any, where: str) -> None:
+        super().__init__(stream)
+        self.where = where
+        self.found: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = (module, name)
+        if _is_dtype(module, name):
+            return getattr(torch, name)
+        if key in _RECORDS:
+            return self.found.setdefault(key, type(name, (_Record,), {}))
+        if key in _VALUES:
+            return self.found.setdefault(key, lambda *values: values[0] if len(values) == 1 else values)
+        if key == ("collections", "OrderedDict"):
+            return dict
+        raise refused_global(self.where, module, name)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The metadata of a checkpoint, every field checked: names, types, sizes, and that the files can hold them.
+
+    Raises:
+        UnsafeCheckpointError: it would run code, reaches out of the directory or claims more than the files hold.
+        DamagedCheckpointError: it is not readable. FileNotFoundError: there is none.
+    """
+    where = str(directory / METADATA)
+    with os.fdopen(open_inside(directory, METADATA), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > _METADATA_BYTES:
+            raise UnsafeCheckpointError(f"{where}: refused, {size} bytes is more than metadata has ({_METADATA_BYTES})")
+        data = stream.read()
+    scan_pickle(data, where, None)
+    try:
+        root = _MetadataUnpickler(io.BytesIO(data), where).load()
+        return _checked_metadata(root, directory)
+    except (UnsafeCheckpointError, DamagedCheckpointError):
+        raise
+    except Exception as problem:  # whatever unpickling a damaged file raises
+        raise DamagedCheckpointError(f"{where}: not readable ({problem!r}). Load an earlier checkpoint.") from problem
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    if not isinstance(record, _Record) or type(record).__name__ != name or not isinstance(record.state, dict | None):
+        raise DamagedCheckpointError(f"{name} was expected, found {type(record).__name__}")
+    return record.state or {}
+
+
+def _checked_metadata(root: Any, directory: Path) -> Metadata:
+    fields = _fields(root, "Metadata")
+    entries: dict[str, Any] = {}
+    for name, entry in fields["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise DamagedCheckpointError(f"{directory / METADATA}: an entry is named {name!r}")
+        entries[name] = _checked_entry(name, entry)
+    held: dict[MetadataIndex, _StorageInfo] = {}
+    sizes: dict[str, int] = {}
+    for index, info in fields["storage_data"].items():
+        key = _fields(index, "MetadataIndex")
+        offset = key.get("offset")
+        held[MetadataIndex(_text(key["fqn"]), None if offset is None else _sizes(offset))] = _checked_place(
+            info, directory, sizes
+        )
+    _refuse_what_no_file_holds(entries, held, directory)
+    return Metadata(entries, {}, held, StorageMeta(), None)
+
+
+def _checked_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(entry).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(entry, "TensorStorageMetadata")
+    dtype = fields["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpointError(f"{name}: {dtype!r} is no dtype")
+    shape = _sizes(fields["size"])
+    chunks = []
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(box["offsets"]), _sizes(box["sizes"])
+        inside = len(offsets) == len(sizes) == len(shape)
+        if not inside or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise DamagedCheckpointError(f"{name}: a piece at {offsets} of {sizes} lies outside {shape}")
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if covered != math.prod(shape):
+        raise DamagedCheckpointError(f"{name}: its pieces hold {covered} of {math.prod(shape)} elements")
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+
+
+def _checked_place(info: Any, directory: Path, sizes: dict[str, int]) -> _StorageInfo:
+    fields = _fields(info, "_StorageInfo")
+    name, offset, length = fields["relative_path"], _count(fields["offset"]), _count(fields["length"])
+    if fields.get("transform_descriptors"):
+        raise UnsafeCheckpointError(f"{directory / METADATA}: refused an entry that passes through a stream transform")
+    if name not in sizes:
+        descriptor = open_inside(directory, name)
+        sizes[name] = os.fstat(descriptor).st_size
+        os.close(descriptor)
+    if offset + length > sizes[name]:
+        raise DamagedCheckpointError(
+            f"{directory / name}: an entry is said to end at byte {offset + length}, the file has {sizes[name]}"
+        )
+    return _StorageInfo(name, offset, length)
+
+
+def _refuse_what_no_file_holds(
+    entries: dict[str, Any], held: dict[MetadataIndex, _StorageInfo], directory: Path
+) -> None:
+    for name, entry in entries.items():
+        if isinstance(entry, BytesStorageMetadata):
+            needed = [(MetadataIndex(name), 0)]
+        else:
+            itemsize = entry.properties.dtype.itemsize
+            needed = [(MetadataIndex(name, c.offsets), itemsize * math.prod(c.sizes)) for c in entry.chunks]
+        for index, least in needed:
+            if index not in held:
+                raise DamagedCheckpointError(
+                    f"{directory / METADATA}: {name} is listed, but no file is said to hold it"
+                )
+            if held[index].length < least:
+                raise UnsafeCheckpointError(
+                    f"{directory / METADATA}: refused {name}, which claims {least} bytes of the "
+                    f"{held[index].length} that {held[index].relative_path} has for it"
+                )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DamagedCheckpointError(f"a name was expected, found {value!r}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise DamagedCheckpointError(f"a count was expected, found {value!r}")
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or len(values) > 64:
+        raise DamagedCheckpointError(f"a shape was expected, found {values!r}")
+    return tuple(_count(value) for value in values)
+
+
+# ---------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where the values of a saved tensor lie in its file.
+
+    Attributes:
+        start: byte of the file at which its storage begins; nbytes: of the storage.
+        offset, shape, stride: of the tensor in the storage, in elements.
+    """
+
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of an open file, as a file."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self.descriptor, self.start, self.length, self.position = descriptor, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start")
+        self.position = base + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.length - self.position))
+        data = os.pread(self.descriptor, count, self.start + self.position)
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the one tensor of an entry as numbers: which storage, which shape."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
+        if _is_dtype(module, name):
+            return getattr(torch, name)
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
+            return lambda *fields: fields
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise refused_global(self.where, module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+@contextmanager
+def _entry(descriptor: int, info: _StorageInfo, where: str) -> Iterator[Callable[[str, int], tuple[int, int]]]:
+    """The zip file that torch.save made of one entry; yields a function from a record to its (start, size)."""
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(_Window(descriptor, info.offset, info.length), 4096))
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+    except Exception as problem:
+        raise DamagedCheckpointError(f"{where}: not a readable entry ({problem})") from problem
+
+    def locate(name: str, most: int) -> tuple[int, int]:
+        record = records.get(name)
+        if record is None:
+            raise DamagedCheckpointError(f"{where}: the entry has no {name}")
+        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 or record.file_size > most:
+            raise UnsafeCheckpointError(
+                f"{where}: refused {name}, which is compressed or claims {record.file_size} bytes of at most {most}"
+            )
+        head = os.pread(descriptor, 30, info.offset + record.header_offset)
+        if len(head) < 30 or head[:4] != b"PK\3\4":
+            raise DamagedCheckpointError(f"{where}: {name} does not start where the entry says")
+        skip = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        start = record.header_offset + skip
+        if start + record.file_size > info.length:
+            raise UnsafeCheckpointError(
+                f"{where}: refused {name}, which claims {record.file_size} bytes and reaches beyond its file"
+            )
+        return info.offset + start, record.file_size
+
+    yield locate
+
+
+def find_tensor(descriptor: int, info: _StorageInfo, where: str) -> StoredTensor:
+    """Find the values of a saved tensor in its file. Reads a few hundred bytes.
+
+    Raises:
+        UnsafeCheckpointError, DamagedCheckpointError: the entry is no single tensor that lies inside it.
+    """
+    with _entry(descriptor, info, where) as locate:
+        start, size = locate("data.pkl", _PICKLE_BYTES)
+        data = os.pread(descriptor, size, start)
+        scan_pickle(data, where, None)
+        try:
+            storage, offset, shape, stride, *rest = _TensorUnpickler(data, where).load()
+            kind, dtype, key, _, _ = storage
+            if kind != "storage" or not isinstance(key, str):
+                raise TypeError("no storage")
+            dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
+        except UnsafeCheckpointError:
+            raise
+        except Exception as problem:
+            raise DamagedCheckpointError(f"{where}: not a readable tensor ({problem!r})") from problem
+        order_start, order_size = locate("byteorder", 16)
+        if os.pread(descriptor, order_size, order_start) != b"little":
+            raise DamagedCheckpointError(f"{where}: the values are not in little-endian order")
+        start, nbytes = locate(f"data/{key}", info.length)
+    offset, shape, stride = _count(offset), _sizes(shape), _sizes(stride)
+    end = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if math.prod(shape) else 0
+    if end * dtype.itemsize > nbytes:
+        raise UnsafeCheckpointError(
+            f"{where}: refused a tensor of {shape} that claims {end * dtype.itemsize} bytes of the {nbytes} there are"
+        )
+    return StoredTensor(dtype, start, nbytes, offset, shape, stride)
+
+
+def read_box(
+    descriptor: int, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], target: Tensor, where: str
+) -> None:
+    """Copy a hyper-rectangle of a stored tensor to `target`, reading only the bytes between its first and last."""
+    if math.prod(sizes) == 0:
+        return
+    first = stored.offset + sum(o * s for o, s in zip(offsets, stored.stride, strict=True))
+    count = sum((n - 1) * s for n, s in zip(sizes, stored.stride, strict=True)) + 1
+    position = stored.start + first * stored.dtype.itemsize
+    dense = [n for n in range(len(sizes)) if sizes[n] > 1]
+    same_order = all(target.stride(n) == stored.stride[n] for n in dense) and count == math.prod(sizes)
+    if same_order and target.device.type == "cpu" and target.dtype == stored.dtype:
+        read_bytes(descriptor, position, target.as_strided((count,), (1,)), where)
+        return
+    values = torch.empty(count, dtype=stored.dtype)
+    read_bytes(descriptor, position, values, where)
+    target.copy_(values.as_strided(tuple(sizes), stored.stride))
+
+
+def read_bytes(descriptor: int, position: int, into: Tensor, where: str) -> None:
+    """Fill a contiguous one-dimensional tensor on the CPU from a file."""
+    buffer: memoryview = into.view(torch.uint8).numpy().data
+    while len(buffer):
+        count = os.preadv(descriptor, [buffer[: 1 << 30]], position)
+        if count == 0:
+            raise DamagedCheckpointError(f"{where}: the file ends at byte {position}, more was expected")
+        buffer, position = buffer[count:], position + count
+
+
+def read_object(descriptor: int, info: _StorageInfo, where: str) -> Any:
+    """The numbers, names, containers and tensors of a byte entry.
+
+    Raises:
+        UnsafeCheckpointError: it holds anything else, naming the class. DamagedCheckpointError: it is not readable.
+    """
+    if info.length > _BYTES_ENTRY:
+        raise UnsafeCheckpointError(f"{where}: refused a byte entry of {info.length} bytes, at most {_BYTES_ENTRY}")
+    with _entry(descriptor, info, where) as locate:
+        start, size = locate("data.pkl", _PICKLE_BYTES)
+        scan_pickle(os.pread(descriptor, size, start), where, _ENTRY_GLOBALS)
+    return load_weights_only(io.BytesIO(os.pread(descriptor, info.length, info.offset)), where)
+
+
+def refuse_unreadable_object(value: Any, where: str) -> None:
+    """Raise TypeError if `read_object` would refuse this value once it is saved."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        with zipfile.ZipFile(stream) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            scan_pickle(archive.read(name), where, _ENTRY_GLOBALS)
+        stream.seek(0)
+        load_weights_only(stream, where)
+    except Exception as problem:
+        raise TypeError(f"{where} cannot be saved, because no load would accept it: {problem}") from problem
+
+
+def load_weights_only(source: Any, where: str, **options: Any) -> Any:
+    """`torch.load(weights_only=True)` with errors of ours."""
+    try:
+        return torch.load(source, weights_only=True, **options)
+    except pickle.UnpicklingError as problem:
+        raise UnsafeCheckpointError(f"{where}: refused ({problem}); nothing of it was run") from problem
+    except Exception as problem:
+        raise DamagedCheckpointError(f"{where}: not readable ({problem!r})") from problem
+
+
+# ---------------------------------------------------------------- torch.distributed.checkpoint's border
+
+
+class SafeReader(FileSystemReader):
+    """Gives torch.distributed.checkpoint the entries of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        metadata: what `read_metadata` returned for it.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        per_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in per_file.items():
+            descriptor = open_inside(Path(self.path), name)
+            try:
+                where = f"{Path(self.path) / name}, "
+                in_order = sorted(items, key=lambda item: self.storage_data[item.storage_index].offset)
+                in_threads(
+                    [
+                        partial(self._read, descriptor, item, planner, where + item.storage_index.fqn)
+                        for item in in_order
+                    ]
+                )
+            finally:
+                os.close(descriptor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, descriptor: int, item: ReadItem, planner: LoadPlanner, where: str) -> None:
+        info = self.storage_data[item.storage_index]
+        if item.type == LoadItemType.BYTE_IO:
+            assert isinstance(planner, SafeLoadPlanner)
+            planner.state_dict[item.dest_index.fqn] = read_object(descriptor, info, where)
+            return
+        stored = find_tensor(descriptor, info, where)
+        refuse_other_than_listed(stored, self.metadata, item.storage_index, where)
+        target = planner.resolve_tensor(item).detach()
+        read_box(descriptor, stored, item.storage_offsets, item.lengths, target, where)
+        planner.commit_tensor(item, target)
+
+
+def refuse_other_than_listed(stored: StoredTensor, metadata: Metadata, index: MetadataIndex, where: str) -> None:
+    """Raise DamagedCheckpointError if a stored tensor has not the shape and dtype that the metadata says."""
+    listed = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(listed, TensorStorageMetadata)
+    shape = next(chunk.sizes for chunk in listed.chunks if chunk.offsets == index.offset)
+    if stored.shape != tuple(shape) or stored.dtype != listed.properties.dtype:
+        raise DamagedCheckpointError(
+            f"{where}: the file holds {stored.shape} of {stored.dtype}, the metadata says {tuple(shape)} of "
+            f"{listed.properties.dtype}"
+        )
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Fills the flat dict under the key `ENTRIES`; `read_object` reads the byte entries, torch's unpickling none."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[ENTRIES], metadata, is_coordinator)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("byte entries are read by SafeReader")

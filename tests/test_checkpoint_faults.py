@@ -1,0 +1,418 @@
+"""Real faults: processes killed while they save, full and read-only disks, files that are not what they were."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trainings import Training, differences, small_model
+
+from fsdp_ema_lib import storage
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
+from fsdp_ema_lib.directory_lock import LOCK_FILE
+from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
+
+# A save of rank 0 opens, renames, makes or lists something in the directory thirty times, one of rank 1 six times.
+POINTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 16, 17, 18, 19, 20, 22, 26)
+VICTIMS = ("rank 0", "rank 1", "all")
+WORLD_SIZE = 2
+JOB_TIMEOUT_S = 60
+
+
+# ---------------------------------------------------------------- killed while saving
+
+
+def die_at(point: int, folder: str, everyone: list[int], how: int) -> None:
+    """Kill processes at the n-th time from now that this one opens, renames, makes or removes something in `folder`."""
+    seen = itertools.count()
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in (
+            "open",
+            "os.rename",
+            "os.mkdir",
+            "os.remove",
+            "os.rmdir",
+            "os.truncate",
+            "os.listdir",
+            "os.scandir",
+        ):
+            if isinstance(arguments[0], str | bytes | os.PathLike) and os.fsdecode(arguments[0]).startswith(folder):
+                if next(seen) == point:
+                    for pid in everyone:
+                        os.kill(pid, how)
+
+    sys.addaudithook(hook)
+
+
+def job(rank: int, folder: str, aside: str, point: int, victim: str, asynchronous: bool, how: int) -> None:
+    """One rank: save, note what must come back, then save again and be killed on the way."""
+    sys.stderr = sys.stdout = open(f"{aside}/log{rank}", "w", buffering=1)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{aside}/rendezvous",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=30),
+    )
+    if how == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    training = Training("fsdp2_nested").train(1)
+    checkpoints = CheckpointManager(folder, async_save=asynchronous, write_timeout=timedelta(seconds=30))
+    pids: list = [None] * WORLD_SIZE
+    dist.all_gather_object(pids, os.getpid())
+    for step in (1, 2):
+        torch.save(training.full_state(), f"{aside}/expected{step}.{rank}")
+        if step == 2 and victim in (f"rank {rank}", "all"):
+            # Of "all", whoever comes to its point first takes the other along.
+            die_at(point, folder, pids if victim == "all" else [os.getpid()], how)
+        checkpoints.save(step, **training.parts(), extra={"at": step})
+        checkpoints.wait()
+        training.train(1)
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have torch imported already, so that one more costs a fork and not five seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "trainings", "test_checkpoint_faults"])
+    return context
+
+
+def run_job(processes, folder: Path, aside: Path, point: int, victim: str, asynchronous: bool, how: int) -> list[int]:
+    """Exit codes of the ranks; none of them may hang."""
+    aside.mkdir()
+    ranks = [
+        processes.Process(target=job, args=(rank, str(folder), str(aside), point, victim, asynchronous, how))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(JOB_TIMEOUT_S)
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
+    logs = "\n".join((aside / f"log{rank}").read_text()[-3000:] for rank in range(WORLD_SIZE))
+    assert hung == [], f"ranks {hung} still wait for the dead\n{logs}"
+    return [process.exitcode for process in ranks]
+
+
+def check_that_it_healed(folder: Path, aside: Path) -> int:
+    """The newest checkpoint is sound and bit-equal to what was saved; the next save clears the rest."""
+    with pytest.warns(UserWarning) if is_owned(folder) else no_warning():
+        checkpoints = CheckpointManager(folder, keep=5)
+    with checkpoints:
+        newest = checkpoints.latest()
+        assert newest in (1, 2)
+        training = Training("plain", seed=5)
+        found = checkpoints.load(**training.parts(), verify=True)
+        assert found == {"step": newest, "extra": {"at": newest}}
+        expected = torch.load(aside / f"expected{newest}.0", weights_only=True)
+        assert differences(training.full_state(), expected) == []
+        checkpoints.save(3, **training.parts())
+    names = {path.name for path in folder.iterdir()}
+    assert names == {LOCK_FILE} | {f"step_{step:08d}" for step in {1, newest, 3}}
+    return newest
+
+
+def is_owned(folder: Path) -> bool:
+    return (folder / LOCK_FILE).read_text() != ""
+
+
+@contextmanager
+def no_warning():
+    yield
+
+
+def check_kill(processes, tmp_path, point, victim, asynchronous, how=signal.SIGKILL):
+    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    codes = run_job(processes, folder, aside, point, victim, asynchronous, how)
+    newest = check_that_it_healed(folder, aside)
+    if how == signal.SIGKILL and -signal.SIGKILL in codes:
+        survivors = [code for code in codes if code != -signal.SIGKILL]
+        # Who is left notices, unless the other died after all was on disk.
+        assert all(code != 0 for code in survivors) or newest == 2, codes
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, point):
+    victim = VICTIMS[POINTS.index(point) % 3]
+    check_kill(processes, tmp_path, point % 6 if victim == "rank 1" else point, victim, asynchronous=point % 2 == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("point", POINTS)
+def test_every_kill_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, point, victim, asynchronous):
+    check_kill(processes, tmp_path, point, victim, asynchronous)
+
+
+@pytest.mark.parametrize(("point", "asynchronous"), [(1, False), (5, True), (8, False)])
+def test_a_terminated_job_aborts_cleanly(processes, tmp_path, point, asynchronous):
+    check_kill(processes, tmp_path, point, "all", asynchronous, signal.SIGTERM)
+
+
+def test_the_points_lie_before_within_and_after_the_save(processes, tmp_path):
+    """Otherwise the kills above would test nothing."""
+    found = []
+    for point in (0, 12, 24):
+        folder, aside = tmp_path / f"c{point}", tmp_path / f"a{point}"
+        codes = run_job(processes, folder, aside, point, "rank 0", False, signal.SIGKILL)
+        assert codes[0] == -signal.SIGKILL, f"point {point} was never reached"
+        left = [path.name for path in folder.iterdir() if storage.is_leftover(path.name)]
+        found.append((CheckpointManager(folder, read_only=True).latest(), len(left)))
+    assert found == [(1, 0), (1, 1), (2, 0)]
+
+
+# ---------------------------------------------------------------- disks
+
+
+@contextmanager
+def mounted(path: Path, *arguments: str):
+    """A mounted file system, or None where this process may not mount."""
+    path.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(path)], capture_output=True) if shutil.which("mount") else None
+    if done is None or done.returncode:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@contextmanager
+def file_size_limit(limit: int):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def worker_full_disk(folder: str, limit: int | None) -> list:
+    small, large = nn.Linear(10, 10), nn.Linear(1000, 600)
+    texts = []
+    with CheckpointManager(folder) as checkpoints:
+        checkpoints.save(1, model=small)
+        with file_size_limit(limit) if limit else no_warning():
+            try:
+                checkpoints.save(2, model=large, ema=EMA_FSDP(large))
+            except OSError as problem:
+                texts.append(str(problem))
+        found = checkpoints.load(model=nn.Linear(10, 10), verify=True)["step"]
+        checkpoints.save(3, model=small)
+    return [texts, found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_is_said_on_every_rank_and_leaves_nothing(ranks, tmp_path, world_size):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=2m", "none") as disk:
+        folder = (disk or tmp_path) / "checkpoints"
+        results = ranks(world_size, worker_full_disk, folder=str(folder), limit=None if disk else 1 << 20)
+        for rank, (texts, found) in enumerate(results):
+            assert len(texts) == 1 and re.search("No space left on device|File too large", texts[0]), f"rank {rank}"
+            assert found == 1
+        assert {path.name for path in folder.iterdir()} == {LOCK_FILE, "step_00000001", "step_00000003"}
+
+
+@pytest.mark.parametrize("limit", [100, 3000, 20_000])
+def test_a_limit_on_file_sizes_stops_any_file_and_leaves_nothing(tmp_path, limit):
+    model = nn.Linear(100, 100)
+    with CheckpointManager(tmp_path) as checkpoints:
+        with file_size_limit(limit), pytest.raises(OSError, match="File too large"):
+            checkpoints.save(1, model=model, extra={"long": "x" * 1000})
+        assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE}
+        checkpoints.save(1, model=model)
+
+
+def test_a_read_only_disk_is_read_and_refuses_a_save(tmp_path):
+    (tmp_path / "source").mkdir()
+    with CheckpointManager(tmp_path / "source") as checkpoints:
+        checkpoints.save(1, model=small_model())
+    with mounted(tmp_path / "disk", "--bind", str(tmp_path / "source")) as disk:
+        if disk is None:
+            pytest.skip("this process may not mount")
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+        with CheckpointManager(disk, read_only=True) as checkpoints:
+            assert checkpoints.load(model=small_model(), verify=True)["step"] == 1
+        with pytest.raises(OSError, match="Read-only file system"):
+            CheckpointManager(disk)
+
+
+# ---------------------------------------------------------------- files that are not what they were
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A manager with steps 1 and 2, of equal size."""
+    model = small_model()
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in (1, 2):
+            with torch.no_grad():
+                model[0].weight.add_(1)
+            checkpoints.save(step, model=model, extra={"at": step})
+        yield checkpoints
+
+
+FILES = ("__0_0.distcp", ".metadata", storage.MANIFEST)
+
+
+def truncate(path, name):
+    os.truncate(path / name, (path / name).stat().st_size // 2)
+
+
+def lengthen(path, name):
+    with open(path / name, "ab") as stream:
+        stream.write(b"{" * 10)
+
+
+def flip(path, name):
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 3] ^= 4
+    (path / name).write_bytes(data)
+
+
+def remove(path, name):
+    (path / name).unlink()
+
+
+def swap(path, name):
+    shutil.copyfile(path.parent / "step_00000001" / name, path / name)
+
+
+def empty(path, name):
+    os.truncate(path / name, 0)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [truncate, lengthen, flip, remove, swap, empty])
+def test_damage_to_any_file_is_named_with_its_step_and_passed_over(two, tmp_path, name, damage):
+    path = tmp_path / "step_00000002"
+    damage(path, name)
+    named = r"__0_0\.distcp" if (name, damage) == (storage.MANIFEST, swap) else re.escape(name)
+    error = FileNotFoundError if (name, damage) == (storage.MANIFEST, remove) else DamagedCheckpointError
+    with pytest.raises(error, match=rf"(?s)step_00000002.*({named})|no whole checkpoint of step 2"):
+        two.load(2, model=small_model(), verify=True)
+    if damage is remove and name == storage.MANIFEST:
+        assert two.steps() == [1], "without a manifest there is no checkpoint"
+        assert two.load(model=small_model())["step"] == 1
+        return
+    with pytest.warns(UserWarning, match="the checkpoint of step 2 is damaged, going back to step 1"):
+        assert two.load(model=small_model(), verify=True, fall_back=True) == {"step": 1, "extra": {"at": 1}}
+
+
+def test_a_whole_checkpoint_under_the_name_of_another_is_found(two, tmp_path):
+    storage.discard(tmp_path / "step_00000002")
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000002")
+    with pytest.raises(DamagedCheckpointError, match="step_00000002/manifest.json: it is the manifest of step 1"):
+        two.load(model=small_model())
+
+
+def test_an_additional_file_and_an_empty_directory_are_no_checkpoint(two, tmp_path):
+    (tmp_path / "step_00000002" / "planted").write_text("x")
+    with pytest.raises(DamagedCheckpointError, match="step_00000002/planted: not in the manifest"):
+        two.load(model=small_model())
+    (tmp_path / "step_00000003").mkdir()
+    assert two.steps() == [1, 2]
+    with pytest.raises(FileExistsError, match="step_00000003 exists"):
+        two.save(3, model=small_model())
+
+
+def test_the_damage_of_every_checkpoint_is_the_last_ones_error(two, tmp_path):
+    for step in (1, 2):
+        truncate(tmp_path / f"step_0000000{step}", ".metadata")
+    with (
+        pytest.warns(UserWarning, match="going back to step 1"),
+        pytest.raises(DamagedCheckpointError, match="00001/.met"),
+    ):
+        two.load(model=small_model(), fall_back=True)
+
+
+def test_a_mismatch_is_no_damage_and_does_not_fall_back(two):
+    with pytest.raises(ValueError, match="step_00000002 does not fit") as caught:
+        two.load(model=nn.Linear(2, 2), fall_back=True)
+    assert not isinstance(caught.value, DamagedCheckpointError | UnsafeCheckpointError)
+
+
+# ---------------------------------------------------------------- torchrun
+
+
+ELASTIC = """
+import os, signal, sys
+import torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from trainings import Training
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+folder, die = sys.argv[2], sys.argv[3] == "die"
+training = Training("fsdp2_nested")
+with CheckpointManager(folder + "/checkpoints", async_save=True) as checkpoints:
+    step = 0
+    if checkpoints.latest() is not None:
+        step = checkpoints.load(**training.parts(), verify=True, fall_back=True)["step"]
+        print("resumed at", step, flush=True)
+    while step < 8:
+        training.train(1)
+        step += 1
+        if step % 2 == 0:
+            checkpoints.save(step, **training.parts())
+        if die and step == 5 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+torch.save(training.local_state(), f"{folder}/final{dist.get_rank()}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_job_with_a_killed_rank_and_it_ends_bit_equal(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(ELASTIC)
+    for name in ("die", "live"):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += ["--max-restarts=3", "--monitor-interval=0.2", str(script)]
+        done = subprocess.run(
+            [*command, str(Path(__file__).parent), str(tmp_path / name), name],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("resumed at 4" in done.stdout) == (name == "die"), done.stdout
+    for rank in range(2):
+        states = [torch.load(tmp_path / name / f"final{rank}", weights_only=True) for name in ("die", "live")]
+        assert differences(*states) == [], f"rank {rank}"
+
+
+def test_the_manifest_says_what_the_checkpoint_is(two, tmp_path):
+    manifest = json.loads((tmp_path / "step_00000002" / storage.MANIFEST).read_text())
+    assert manifest["format_version"] == 1 and manifest["step"] == 2 and manifest["world_size"] == 1
+    assert manifest["torch"] == torch.__version__ and manifest["model"]["sharding"] == {"plain": 4}
+    files = {file.name: file.stat().st_size for file in (tmp_path / "step_00000002").iterdir()}
+    assert {name: facts["size"] for name, facts in manifest["files"].items()} == {
+        name: size for name, size in files.items() if name != storage.MANIFEST
+    }

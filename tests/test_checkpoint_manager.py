@@ -1,0 +1,396 @@
+"""A directory of checkpoints: newest, retention, leftovers, locks, asynchronous saves."""
+
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainings import Training, differences, small_model
+
+from fsdp_ema_lib import checkpoint, storage
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
+from fsdp_ema_lib.directory_lock import LOCK_FILE
+from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.storage import DamagedCheckpointError
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir() if p.name != LOCK_FILE)
+
+
+def flip_a_bit(file, position=None):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1
+    file.write_bytes(data)
+
+
+def test_newest_wins_and_only_so_many_are_kept(tmp_path):
+    model = small_model()
+    with CheckpointManager(tmp_path, keep=2) as checkpoints:
+        assert (checkpoints.latest(), checkpoints.steps()) == (None, [])
+        with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+            checkpoints.load(model=model)
+        for step in (5, 10, 100_000_000):
+            path = checkpoints.save(step, model=model, extra={"at": step})
+        assert path.name == "step_100000000"
+        assert (checkpoints.latest(), checkpoints.steps()) == (100_000_000, [10, 100_000_000])
+        assert checkpoints.load(model=model) == {"step": 100_000_000, "extra": {"at": 100_000_000}}
+        assert checkpoints.load(10, model=model)["step"] == 10
+        with pytest.raises(FileNotFoundError, match=r"no whole checkpoint of step 5; there are \[10, 100000000\]"):
+            checkpoints.load(5, model=model)
+        with pytest.raises(FileExistsError, match="step_00000010 exists; a checkpoint is never written over"):
+            checkpoints.save(10, model=model)
+        checkpoints.verify(), checkpoints.verify(10)
+
+
+def test_leftovers_are_cleared_and_strangers_never_touched(tmp_path):
+    model = small_model()
+    ours = ["step_00000003.unpublished-" + "a" * 32, "step_00000002.discarded-" + "0" * 32]
+    strangers = ["step_00000003.unpublished-mine", "notes", "best.unpublished-" + "a" * 32, "step_1", "step_00000000"]
+    for name in ours + strangers:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ("step_00000009.unpublished-" + "b" * 32)).symlink_to(tmp_path / "elsewhere")
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest() is None
+        for step in (7, 8):
+            checkpoints.save(step, model=model)
+    left = names(tmp_path)
+    assert set(strangers) <= set(left) and "elsewhere" in left
+    assert not set(ours) & set(left)
+    assert "step_00000008" in left and "step_00000007" not in left
+    assert all((tmp_path / name / "file").exists() for name in strangers)
+
+
+def test_a_damaged_newest_is_named_or_passed_over_loudly_and_replaced(tmp_path):
+    model = small_model()
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, model=model, extra={"at": step})
+        data = next((tmp_path / "step_00000003").glob("*.distcp"))
+        flip_a_bit(data)
+        with pytest.raises(
+            DamagedCheckpointError, match=r"(?s)step_00000003/__0_0.distcp: its checksum is .*fall_back"
+        ):
+            checkpoints.load(model=model, verify=True)
+        with pytest.raises(DamagedCheckpointError, match="step_00000003/__0_0.distcp: its checksum"):
+            checkpoints.verify()
+        os.truncate(tmp_path / "step_00000002" / storage.MANIFEST, 40)
+        with pytest.warns(UserWarning, match="step") as seen:
+            found = checkpoints.load(model=model, verify=True, fall_back=True)
+        assert found["step"] == 1
+        texts = [str(w.message) for w in seen]
+        assert "the checkpoint of step 3 is damaged, going back to step 2" in texts[0] and "__0_0.distcp" in texts[0]
+        assert "the checkpoint of step 2 is damaged, going back to step 1" in texts[1] and "manifest.json" in texts[1]
+        with pytest.warns(UserWarning, match="replacing the damaged checkpoint of step 3"):
+            checkpoints.save(3, model=model, extra={"at": "again"})
+        assert checkpoints.load(model=model, verify=True)["extra"] == {"at": "again"}
+
+
+def test_retention_counts_sound_checkpoints_alone(tmp_path):
+    model = small_model()
+    with CheckpointManager(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, model=model), checkpoints.save(2, model=model)
+        os.truncate(next((tmp_path / "step_00000002").glob("*.distcp")), 100)
+        checkpoints.save(3, model=model)
+        assert checkpoints.steps() == [1, 2, 3], "two sound ones are left"
+        checkpoints.save(4, model=model)
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_files_are_private_and_of_the_stricter_umask(tmp_path):
+    model = small_model()
+    for umask, directory_mode, file_mode in ((0o022, 0o700, 0o600), (0o277, 0o500, 0o400)):
+        if umask == 0o277 and os.geteuid() != 0:
+            continue  # nobody but root could write into it
+        before = os.umask(umask)
+        try:
+            with CheckpointManager(tmp_path / str(umask)) as checkpoints:
+                path = checkpoints.save(1, model=model)
+        finally:
+            os.umask(before)
+        assert path.stat().st_mode & 0o777 == directory_mode
+        assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {file_mode}
+        assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", "manifest.json"}
+
+
+def test_arguments_and_states_are_checked(tmp_path):
+    model = small_model()
+    with pytest.raises(ValueError, match="keep must be at least 1, or None to keep all, got 0"):
+        CheckpointManager(tmp_path, keep=0)
+    checkpoints = CheckpointManager(tmp_path)
+    with pytest.raises(TypeError, match="step must be a whole number of optimizer steps, got 1.5"):
+        checkpoints.save(1.5, model=model)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        checkpoints.save(-1, model=model)
+    with pytest.raises(TypeError, match="step must be a number or \"latest\", got 'newest'"):
+        checkpoints.load("newest", model=model)
+    checkpoints.close(), checkpoints.close()
+    with pytest.raises(RuntimeError, match="save: the manager of .* is closed"):
+        checkpoints.save(1, model=model)
+    with pytest.raises(RuntimeError, match="load: the manager of .* is closed"):
+        checkpoints.load(model=model)
+    with pytest.raises(RuntimeError, match="save: the manager of .* is read-only"):
+        CheckpointManager(tmp_path, read_only=True).save(1, model=model)
+
+
+# ---------------------------------------------------------------- locks
+
+HOLD = """
+import sys, time
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
+checkpoints = CheckpointManager(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def held_by_another_process(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_job_is_refused_by_name_and_a_dead_ones_place_is_taken(tmp_path):
+    process = held_by_another_process(tmp_path)
+    try:
+        with pytest.raises(
+            RuntimeError, match=rf"in use by another job \(host .*, pid {process.pid}, holding it since"
+        ):
+            CheckpointManager(tmp_path)
+        CheckpointManager(tmp_path, read_only=True).close()
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.warns(UserWarning, match=rf"taking over from a job that ended without closing \(.*pid {process.pid},"):
+        checkpoints = CheckpointManager(tmp_path)
+    again = CheckpointManager(tmp_path)  # a notebook cell that is run twice
+    checkpoints.close()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    again.close()
+    assert (tmp_path / LOCK_FILE).read_text() == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointManager(tmp_path).close()
+
+
+def test_without_locks_of_the_file_system_the_owner_is_judged_by_what_it_wrote(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    process = held_by_another_process(tmp_path)
+    owner = json.loads((tmp_path / LOCK_FILE).read_text())
+    try:
+        with pytest.raises(RuntimeError, match=f"pid {process.pid}"):
+            CheckpointManager(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    for changed in ({}, {"pid": os.getpid(), "ticks": "1"}):  # gone; its number belongs to a later process
+        (tmp_path / LOCK_FILE).write_text(json.dumps(owner | changed))
+        with pytest.warns(UserWarning, match="taking over"):
+            CheckpointManager(tmp_path).close()
+    (tmp_path / LOCK_FILE).write_text(json.dumps(owner | {"host": "elsewhere"}))
+    with pytest.raises(RuntimeError, match="in use by another job .host elsewhere"):
+        CheckpointManager(tmp_path)
+
+
+# ---------------------------------------------------------------- asynchronous saves
+
+
+def worker_async(layout: str, folder: str) -> list[str]:
+    """What is saved is the state at the call, whatever training does while it is written."""
+    training = Training(layout).train(2)
+    with CheckpointManager(folder, async_save=True) as checkpoints:
+        expected = {}
+        for step in (2, 4, 6):
+            checkpoints.save(step, **training.parts(), extra={"at": step})
+            expected[step] = training.local_state()
+            training.train(2)
+        checkpoints.wait()
+        problems = []
+        for step in (2, 4, 6):
+            other = Training(layout, seed=3)
+            found = checkpoints.load(step, **other.parts(), verify=True)
+            problems += [f"{step}: {line}" for line in differences(other.local_state(), expected[step])]
+            if found["extra"] != {"at": step}:
+                problems.append(str(found))
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1_full", "fsdp2_nested"])
+def test_an_asynchronous_save_holds_the_state_at_the_call(ranks, tmp_path, layout):
+    assert ranks(2, worker_async, layout=layout, folder=str(tmp_path)) == [[], []]
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_next_waits(tmp_path, monkeypatch):
+    model = small_model()
+    let_go, begun, at_once = threading.Event(), [], []
+    original = checkpoint.write
+
+    def slow(*args, **kwargs):
+        begun.append(threading.current_thread().name)
+        at_once.append(sum(thread.name.startswith("save of step") for thread in threading.enumerate()))
+        assert let_go.wait(30)
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with CheckpointManager(tmp_path, async_save=True) as checkpoints:
+        checkpoints.save(1, model=model)
+        saved = model[0].weight.detach().clone()
+        with torch.no_grad():
+            model[0].weight.add_(1)  # the writer has not begun yet
+        assert checkpoints.latest() is None, "not on disk yet"
+        threading.Timer(0.2, let_go.set).start()
+        checkpoints.save(2, model=model)
+        assert checkpoints.steps()[:1] == [1], "the second waited for the first"
+    assert begun == ["save of step 1", "save of step 2"] and at_once == [1, 1]
+    other = small_model()
+    CheckpointManager(tmp_path).load(1, model=other)
+    assert torch.equal(other[0].weight, saved)
+
+
+@pytest.mark.parametrize("seen_by", ["save", "wait", "close", "load"])
+def test_an_error_in_the_background_surfaces_at_the_next_call(tmp_path, monkeypatch, seen_by):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    model = small_model()
+    checkpoints = CheckpointManager(tmp_path, async_save=True)
+    monkeypatch.setattr(checkpoint, "write", full)
+    checkpoints.save(1, model=model)
+    calls = {
+        "save": lambda: checkpoints.save(2, model=model),
+        "wait": checkpoints.wait,
+        "close": checkpoints.close,
+        "load": lambda: checkpoints.load(model=model),
+    }
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        calls[seen_by]()
+    assert "in the asynchronous save of step 1" in caught.value.__notes__
+    checkpoints.wait()  # said once
+    checkpoints.close()
+
+
+AT_EXIT = """
+import sys
+from torch import nn
+from fsdp_ema_lib import checkpoint
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
+if sys.argv[2] == "fail":
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+    checkpoint.write = full
+CheckpointManager.keep_alive = checkpoints = CheckpointManager(sys.argv[1], async_save=True)
+checkpoints.save(1, model=nn.Linear(300, 300))
+"""
+
+
+def test_a_save_that_has_begun_ends_before_the_process_does_and_its_error_is_seen(tmp_path):
+    good = subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path), "pass"], capture_output=True, text=True)
+    assert good.returncode == 0, good.stderr
+    CheckpointManager(tmp_path, read_only=True).verify(1)
+    bad = subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "b"), "fail"], capture_output=True, text=True)
+    assert "OSError: [Errno 28] No space left on device" in bad.stderr
+    assert "in the asynchronous save of step 1" in bad.stderr
+
+
+def test_memory_stays_flat_over_fifty_saves(tmp_path):
+    model = torch.nn.Linear(1000, 1000)
+    ema = EMA_FSDP(model)
+    with CheckpointManager(tmp_path, keep=1, async_save=True, checksums=False) as checkpoints:
+
+        def resident():
+            with open("/proc/self/statm") as stream:
+                return int(stream.read().split()[1]) * resource.getpagesize()
+
+        for step in range(10):
+            checkpoints.save(step, model=model, ema=ema)
+        checkpoints.wait()
+        before = resident()
+        for step in range(10, 50):
+            checkpoints.save(step, model=model, ema=ema)
+        checkpoints.wait()
+        grown = resident() - before
+    assert grown < 8e6, f"{grown / 1e6:.1f} MB more; one state is 8 MB"
+
+
+# ---------------------------------------------------------------- ranks that stay out
+
+
+def worker_stays_out(folder: str) -> list:
+    rank = dist.get_rank()
+    checkpoints = CheckpointManager(folder, enter_timeout=timedelta(seconds=1))
+    model = small_model()
+    checkpoints.save(1, model=model)
+    began = time.monotonic()
+    texts = []
+    if rank == 1:
+        time.sleep(5)  # a file store looks only every second or two
+    try:
+        checkpoints.save(2, model=model)  # rank 1 comes too late
+    except TimeoutError as problem:
+        texts.append(str(problem))
+    waited = time.monotonic() - began
+    dist.barrier()
+    checkpoints.save(3, model=model)  # and all go on
+    steps = checkpoints.steps()
+    checkpoints.close()
+    return [texts, waited, steps]
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_timeout_and_all_can_go_on(ranks, tmp_path):
+    for rank, (texts, waited, steps) in enumerate(ranks(2, worker_stays_out, folder=str(tmp_path))):
+        assert len(texts) == 1 and texts[0].startswith("save(step=2): rank 1 did not come within 1 s"), texts
+        assert waited < 9, f"rank {rank}"
+        assert steps == [1, 3]
+
+
+def worker_disagree(folder: str) -> str:
+    with CheckpointManager(folder) as checkpoints:
+        try:
+            checkpoints.save(dist.get_rank(), model=small_model())
+        except ValueError as problem:
+            return str(problem)
+    return "no error"
+
+
+def test_ranks_that_save_different_steps_are_told(ranks, tmp_path):
+    for text in ranks(2, worker_disagree, folder=str(tmp_path)):
+        assert "step is 1 on rank 1 and 0 on rank 0" in text
+
+
+def worker_fall_back(folder: str) -> list:
+    with CheckpointManager(folder) as checkpoints, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = checkpoints.load(model=small_model(), verify=True, fall_back=True)
+    return [found["step"], sum("step 2 is damaged, going back to step 1" in str(w.message) for w in seen)]
+
+
+def test_all_ranks_fall_back_together_where_one_finds_damage(ranks, tmp_path):
+    model = small_model()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, model=model), checkpoints.save(2, model=model)
+    flip_a_bit(tmp_path / "step_00000002" / "__0_0.distcp")
+    assert ranks(2, worker_fall_back, folder=str(tmp_path)) == [[1, 1], [1, 1]]
+
+
+def test_what_was_found_is_logged(tmp_path, caplog):
+    model = small_model()
+    with CheckpointManager(tmp_path) as checkpoints, caplog.at_level(logging.INFO, "fsdp_ema_lib"):
+        checkpoints.save(4, model=model)
+        checkpoints.load(model=model)
+    assert f"loading step 4 from {tmp_path / 'step_00000004'}" in caplog.text

@@ -1,0 +1,419 @@
+"""What is on disk: nothing in it is executed, nothing reaches out of it, no memory is taken that it cannot fill."""
+
+import io
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from trainings import small_model
+
+from fsdp_ema_lib import storage
+from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_ema_lib.safe_reading import METADATA, find_tensor, read_metadata
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2])
+    path = tmp_path / "saved"
+    save_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler, step=3)
+    return path
+
+
+def relabel(path):
+    """Make the manifest agree with the files again: the attacker can write that too."""
+    manifest = storage.read_manifest(path)
+    files = [file for file in path.iterdir() if file.name != storage.MANIFEST and file.is_file()]
+    manifest["files"] = storage.seal(files)
+    (path / storage.MANIFEST).unlink()
+    storage.write_manifest(path, manifest)
+
+
+def change_metadata(path, change):
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    metadata = change(metadata) or metadata
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    relabel(path)
+
+
+def load_all(path):
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2])
+    return load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+# ---------------------------------------------------------------- nothing is executed
+
+
+@pytest.mark.parametrize("where", ["whole", "planner_data", "entry", "class attribute"])
+def test_a_pickle_planted_in_the_metadata_is_refused_by_name_and_does_not_run(saved, tmp_path, where):
+    marker = tmp_path / "ran"
+
+    def change(metadata):
+        if where == "whole":
+            return Attack(marker)
+        if where == "planner_data":
+            metadata.planner_data = Attack(marker)
+        elif where == "entry":
+            metadata.state_dict_metadata["model.0.weight"] = Attack(marker)
+        else:
+            metadata.storage_data[next(iter(metadata.storage_data))].relative_path = Attack(marker)
+
+    change_metadata(saved, change)
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"\.metadata: refused (posix|nt)\.system, which no checkpoint needs"
+    ):
+        load_all(saved)
+    assert not marker.exists()
+
+
+def test_a_planted_pickle_does_run_in_torchs_own_reader(saved, tmp_path):
+    """What the others are held against: without this the attack itself would be untested."""
+    marker = tmp_path / "ran"
+    change_metadata(saved, lambda metadata: setattr(metadata, "planner_data", Attack(marker)))
+    dcp.FileSystemReader(saved).read_metadata()
+    assert marker.exists()
+
+
+def test_metadata_cannot_change_classes_of_torch(saved):
+    """BUILD sets attributes of what find_class returned: it must not be a class that others use."""
+    hostile = (
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x05cornyK\x01s\x86b."
+        # Metadata, (None, {"corny": 1}), BUILD
+    ).replace(b"(N}", b"N}")
+    (saved / METADATA).write_bytes(hostile)
+    relabel(saved)
+    with pytest.raises(DamagedCheckpointError):
+        load_all(saved)
+    assert not hasattr(Metadata, "corny")
+
+
+def replace_entry(path, name, content: bytes):
+    """Put other bytes in place of an entry, at the end of its file."""
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn == name)
+    info = metadata.storage_data[index]
+    file = path / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(content)
+    with open(file, "ab") as stream:
+        stream.write(content)
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    relabel(path)
+
+
+def torch_saved(value) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("entry", ["scheduler", "model.0.weight"])
+def test_a_pickle_planted_in_an_entry_is_refused_by_name_and_does_not_run(saved, tmp_path, entry):
+    marker = tmp_path / "ran"
+    replace_entry(saved, entry, torch_saved({"last_epoch": Attack(marker)}))
+    with pytest.raises(UnsafeCheckpointError, match=rf"distcp, {entry}: refused posix.?system"):
+        load_all(saved)
+    assert not marker.exists()
+
+
+def test_a_pickle_that_hides_its_names_or_its_size_is_refused(saved):
+    pickled = pickle.dumps(random.Random(1).getstate)  # a bound method
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+    replace_entry(saved, "scheduler", stream.getvalue())
+    with pytest.raises(UnsafeCheckpointError, match="scheduler: refused a pickle that hides the names of its classes"):
+        load_all(saved)
+
+
+# ---------------------------------------------------------------- nothing reaches out
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/file", "..", "", "a\0b", 7])
+def test_names_that_climb_are_refused(saved, name):
+    (saved.parent / "secret").write_bytes(b"x" * 10_000)
+
+    def change(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    change_metadata(saved, change)
+    with pytest.raises(UnsafeCheckpointError, match="refused the file name"):
+        load_all(saved)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, storage.MANIFEST])
+def test_symlinks_are_refused(saved, name):
+    outside = saved.parent / "outside"
+    shutil.move(saved / name, outside)
+    (saved / name).symlink_to(outside)
+    with pytest.raises(UnsafeCheckpointError, match=rf"{name}: refused a symlink to .*outside"):
+        load_all(saved)
+
+
+def test_a_named_pipe_does_not_make_the_reader_wait(saved):
+    (saved / METADATA).unlink()
+    os.mkfifo(saved / METADATA)
+    with pytest.raises(UnsafeCheckpointError, match="it is not a regular file"):
+        load_all(saved)
+
+
+# ---------------------------------------------------------------- no memory is taken
+
+
+@pytest.fixture
+def little_memory():
+    """An error instead of a machine that swaps, should a reader believe what a file claims."""
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def claim_huge(metadata):
+    entry = metadata.state_dict_metadata["model.0.weight"]
+    entry.size = torch.Size([1 << 20, 1 << 20])
+    entry.chunks[0].sizes = entry.size
+
+
+def claim_beyond_file(metadata):
+    for info in metadata.storage_data.values():
+        info.length = 1 << 40
+
+
+def claim_negative(metadata):
+    for info in metadata.storage_data.values():
+        info.offset = -(1 << 40)
+
+
+def claim_outside(metadata):
+    metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([30, 40])
+
+
+def claim_gap(metadata):
+    metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([1, 4])
+
+
+def claim_nowhere(metadata):
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "model.0.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (claim_huge, UnsafeCheckpointError, "refused model.0.weight, which claims 4398046511104 bytes of the"),
+        (claim_beyond_file, DamagedCheckpointError, "an entry is said to end at byte 1099511627776, the file has"),
+        (claim_negative, DamagedCheckpointError, "a count was expected, found -1099511627776"),
+        (
+            claim_outside,
+            DamagedCheckpointError,
+            r"model.0.weight: a piece at \(0, 0\) of \(30, 40\) lies outside \(3, 4",
+        ),
+        (claim_gap, DamagedCheckpointError, "model.0.weight: its pieces hold 4 of 12 elements"),
+        (claim_nowhere, DamagedCheckpointError, "model.0.weight is listed, but no file is said to hold it"),
+    ],
+)
+def test_sizes_that_the_files_cannot_hold_are_refused(saved, little_memory, change, error, text):
+    change_metadata(saved, change)
+    with pytest.raises(error, match=text):
+        load_all(saved)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.",  # BYTEARRAY8
+        b"\x80\x02]r" + struct.pack("<I", (1 << 32) - 2) + b".",  # LONG_BINPUT: as many memo slots
+        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",  # BINUNICODE8
+        b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",  # FRAME
+    ],
+    ids=["bytearray", "memo", "text", "frame"],
+)
+def test_pickles_that_claim_terabytes_are_refused(saved, little_memory, bomb):
+    (saved / METADATA).write_bytes(bomb)
+    relabel(saved)
+    with pytest.raises((UnsafeCheckpointError, DamagedCheckpointError), match="metadata"):
+        load_all(saved)
+
+
+def rezipped(value, compression=zipfile.ZIP_STORED, change=lambda name, data: data) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(torch_saved(value))) as source, zipfile.ZipFile(stream, "w", compression) as target:
+        for name in source.namelist():
+            target.writestr(name, change(name, source.read(name)))
+    return stream.getvalue()
+
+
+def test_entries_that_unpack_to_more_than_they_are_are_refused(saved, little_memory):
+    replace_entry(saved, "model.0.weight", rezipped(torch.zeros(3, 4), zipfile.ZIP_DEFLATED))
+    with pytest.raises(UnsafeCheckpointError, match="model.0.weight: refused data.pkl, which is compressed or claims"):
+        load_all(saved)
+    replace_entry(saved, "scheduler", rezipped({"a": torch.zeros(1 << 20)}, zipfile.ZIP_DEFLATED))
+    with pytest.raises(UnsafeCheckpointError, match="model.0.weight|scheduler: refused data.pkl, which is compressed"):
+        load_all(saved)
+
+
+def test_a_tensor_larger_than_its_storage_or_other_than_listed_is_refused(saved):
+    def shorter(name, data):
+        return data[:-4] if name.endswith("data/0") else data
+
+    replace_entry(saved, "model.0.weight", rezipped(torch.zeros(3, 4), change=shorter))
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"refused a tensor of \(3, 4\) that claims 48 bytes of the 44 there"
+    ):
+        load_all(saved)
+    replace_entry(saved, "model.0.weight", torch_saved(torch.zeros(4, 3)))
+    with pytest.raises(
+        DamagedCheckpointError, match=r"the file holds \(4, 3\) of torch.float32, the metadata says \(3, 4"
+    ):
+        load_all(saved)
+
+
+def test_a_manifest_that_is_too_large_or_too_deep_is_refused(saved):
+    (saved / storage.MANIFEST).write_text("[" * 200_000)
+    with pytest.raises(DamagedCheckpointError, match="manifest.json: damaged"):
+        load_all(saved)
+    os.truncate(saved / storage.MANIFEST, 1 << 30)
+    with pytest.raises(UnsafeCheckpointError, match="refused, 1073741824 bytes is more than a manifest has"):
+        load_all(saved)
+
+
+# ---------------------------------------------------------------- every kind of tensor
+
+
+def test_tensors_of_every_dtype_and_order_come_back(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        str(dtype): (torch.rand(3, 5, dtype=torch.float64) * 100).to(dtype)
+        for dtype in (
+            torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+            torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        )
+    }  # fmt: skip
+    tensors |= {
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "transposed": torch.randn(6, 4).t(),
+    }
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name.replace(".", "_"), tensor)
+    model.weight = nn.Parameter(torch.zeros(1))
+    save_checkpoint(tmp_path / "a", model=model)
+    other = nn.Module()
+    for name, tensor in tensors.items():
+        other.register_buffer(name.replace(".", "_"), torch.zeros_like(tensor))
+    other.weight = nn.Parameter(torch.zeros(1))
+    load_checkpoint(tmp_path / "a", model=other)
+    for name, buffer in model.named_buffers():
+        loaded = other.get_buffer(name)
+        assert loaded.dtype == buffer.dtype and loaded.stride() == buffer.stride(), name
+        same = loaded.contiguous().view(-1).view(torch.uint8) == buffer.contiguous().view(-1).view(torch.uint8)
+        assert bool(same.all()), name
+
+
+def test_where_a_tensor_lies_in_its_file_is_found_exactly(saved):
+    metadata = read_metadata(saved)
+    for index, info in metadata.storage_data.items():
+        if not index.fqn.startswith("model."):
+            continue
+        raw = (saved / info.relative_path).read_bytes()
+        expected = torch.load(io.BytesIO(raw[info.offset : info.offset + info.length]), weights_only=True)
+        descriptor = storage.open_inside(saved, info.relative_path)
+        stored = find_tensor(descriptor, info, "here")
+        os.close(descriptor)
+        found = torch.frombuffer(bytearray(raw[stored.start : stored.start + stored.nbytes]), dtype=stored.dtype)
+        assert torch.equal(found.as_strided(stored.shape, stored.stride, stored.offset), expected)
+
+
+# ---------------------------------------------------------------- mutations
+
+
+@pytest.fixture(scope="module")
+def real_checkpoint(tmp_path_factory):
+    """A checkpoint, its files, and what it holds."""
+    torch.manual_seed(0)
+    model = small_model()
+    path = tmp_path_factory.mktemp("fuzz") / "saved"
+    save_checkpoint(path, model=model, step=3, extra={"a": 1})
+    return path, {file.name: file.read_bytes() for file in path.iterdir()}, model.state_dict()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutation_gives_the_right_data_or_a_clean_error(real_checkpoint, data):
+    """With checksums: whatever is changed, cut, doubled or swapped in any file."""
+    check_mutation(real_checkpoint, data, verify=True)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutation_without_checksums_gives_a_clean_error_or_tensors_of_the_right_kind(real_checkpoint, data):
+    check_mutation(real_checkpoint, data, verify=False)
+
+
+def check_mutation(real_checkpoint, data, verify):
+    path, files, expected = real_checkpoint
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = bytearray(files[name])
+    kind = data.draw(st.sampled_from(["bytes", "cut", "insert", "other file"]))
+    if kind == "bytes":
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    elif kind == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    elif kind == "insert":
+        at = data.draw(st.integers(0, len(content)))
+        content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+    else:
+        content = bytearray(files[data.draw(st.sampled_from(sorted(files)))])
+    for file, original in files.items():
+        (path / file).write_bytes(content if file == name else original)
+    if not verify and name != storage.MANIFEST:
+        relabel(path)  # so that the mutation reaches the readers behind the sizes
+    model = small_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        found = load_checkpoint(path, model=model, verify=verify)
+    except (ValueError, UnsafeCheckpointError, OSError):
+        after = model.state_dict()
+        assert all(torch.equal(before[key], after[key]) for key in before), "an error, and yet something changed"
+        return
+    assert {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in expected.items()}
+    if verify and name != storage.MANIFEST:
+        assert found == {"step": 3, "extra": {"a": 1}}
+        assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
