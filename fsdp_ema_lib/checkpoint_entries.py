@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from fsdp_ema_lib.ema_state import local_of
-from fsdp_ema_lib.layout import FlatUnit, Layout, Shard
+from fsdp_ema_lib.layout import Shard
 from fsdp_ema_lib.sharded_view import ShardedView
 
 
@@ -206,14 +206,6 @@ def plain_json(value: Any, where: str) -> Any:
         raise TypeError(
             f"{where} is {type(value).__name__}, only tensors and plain numbers, names and lists of them can be saved"
         ) from problem
-
-
-def before_write(layout: Layout) -> None:
-    """`Layout.before_write`, also on an FSDP1 model that has not run a forward yet."""
-    for unit in layout.units:  # FSDP2 was resharded when the layout was made
-        # FSDP1 sets its flat parameters up at the first forward; before that there is nothing to reshard.
-        if not isinstance(unit, FlatUnit) or hasattr(unit.flat, "_local_shard"):
-            unit.before_write()
 
 
 def of_rank(rank: int, entry: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_ema_lib import ema_state, optimizer_state
-from fsdp_ema_lib.checkpoint_entries import Contents, Restore, before_write, flat, over
+from fsdp_ema_lib.checkpoint_entries import Contents, Restore, flat, over
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.random_states import random_state, set_random_state
@@ -220,7 +220,7 @@ def _want_model(restore: Restore, layout: Layout) -> None:
 
     @torch.no_grad()
     def put() -> None:
-        before_write(layout)
+        layout.before_write()
         for name, local in found.items():
             shard = layout.get(name)
             assert shard is not None

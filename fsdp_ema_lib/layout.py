@@ -306,8 +306,9 @@ class FlatUnit(Unit):
             yield from ((shard.name, parts[shard.index].to(locals_[shard.name].dtype)) for shard in wanted)
 
     def before_write(self) -> None:
-        if self.sharded:
-            # FSDP1 keeps a root's all-gathered parameters after a forward without backward; it would use them again.
+        # FSDP1 keeps a root's all-gathered parameters after a forward without backward; it would use them again.
+        # Before the first forward it has gathered none, and lacks the attributes that reshard reads.
+        if self.sharded and hasattr(self.flat, "_local_shard"):
             self.handle.reshard(True)
 
     def groups(self) -> list[dist.ProcessGroup]:

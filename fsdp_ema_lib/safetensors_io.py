@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fsdp_ema_lib import storage
 from fsdp_ema_lib.agreement import raise_together
-from fsdp_ema_lib.checkpoint_entries import before_write
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.ema_state import local_of
 from fsdp_ema_lib.full_state import Entry
@@ -399,7 +398,7 @@ def _import(
     raise_together(error)
     assert layout is not None
     if ema is None:
-        before_write(layout)
+        layout.before_write()
     for target, local in filled:
         target.copy_(local)
     if ema is not None:

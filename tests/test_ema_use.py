@@ -114,6 +114,29 @@ def test_a_bf16_model_comes_back_bit_for_bit(ranks, layout):
         assert problems == [], f"rank {rank}"
 
 
+def worker_swap_before_the_first_forward(layout: str) -> list[str]:
+    torch.manual_seed(0)
+    model = LAYOUTS[layout](Zoo(SHARDABLE))
+    ema = EMA_FSDP(model, DECAY)
+    for average in ema.shadow.values():
+        average.add_(1.0)
+    wanted = _everywhere(ema.full_state_dict(model))
+    live = full_live_weights(model)
+    with ema.swapped_into(model):
+        inside = full_live_weights(model)
+    problems = [f"{name}: not swapped" for name in ema.shadow if not torch.equal(inside[name], wanted[name])]
+    problems += _changed(live, full_live_weights(model), "before any forward")
+    ema.copy_to(model)
+    copied = full_live_weights(model)
+    return problems + [f"{name}: not copied" for name in ema.shadow if not torch.equal(copied[name], wanted[name])]
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in FOUR_RANKS_ONLY])
+def test_the_average_swaps_in_before_the_first_forward(ranks, layout):
+    for rank, problems in enumerate(ranks(2, worker_swap_before_the_first_forward, layout=layout)):
+        assert problems == [], f"rank {rank}"
+
+
 def test_an_error_in_the_middle_of_the_swap_undoes_it(monkeypatch):
     model = Zoo()
     ema = EMA_FSDP(model, DECAY)
