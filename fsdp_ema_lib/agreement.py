@@ -18,14 +18,14 @@ def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup |
 
     Args:
         error: this rank's error, or None. A rank that has one raises that one; the others raise the lowest failing
-            rank's, of the same built-in type, with the rank in front of the text.
+            rank's, of the nearest built-in type, with the rank in front of the text.
         groups: process groups, the same order on each of their ranks; None stands for the default group. Over the rows
             and then the columns of a mesh, an error reaches every rank of the mesh.
 
     Example:
         >>> raise_together(None)
     """
-    verdict = None if error is None else (type(error).__name__, str(error))
+    verdict = None if error is None else (_builtin_type(error), str(error))
     if dist.is_initialized():
         for group in groups:
             verdict = _first_verdict(verdict, group)
@@ -33,7 +33,12 @@ def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup |
         raise error
     if verdict is not None:
         kind, text = verdict
-        raise getattr(builtins, kind, RuntimeError)(text)
+        raise getattr(builtins, kind)(text)
+
+
+def _builtin_type(error: Exception) -> str:
+    """The first built-in class that the error is one of: only such a name means the same on every rank."""
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")
 
 
 def from_rank_zero(value: T) -> T:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from zoo import FOUR_RANKS_ONLY, LAYOUTS, Reference, Zoo, full_live_weights, parts_of, relative_error, train
+from zoo import FOUR_RANKS_ONLY, LAYOUTS, SAME_DATA, Reference, Zoo, full_live_weights, parts_of, relative_error, train
 
 from fsdp_ema_lib.decay import Constant, PowerFunction, Warmup
 from fsdp_ema_lib.ema import EMA_FSDP
@@ -441,7 +441,7 @@ def worker_save(layout: str, folder: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = LAYOUTS[layout](Zoo(SHARDABLE))
     ema = EMA_FSDP(model, Warmup(DECAY), precision="compensated", update_every=2)
-    for _ in train(model, 4):
+    for _ in train(model, 4, same_data=layout in SAME_DATA):
         ema.update(model)
     dcp.save({"ema": ema}, checkpoint_id=folder)
     return ema.full_state_dict(model)
@@ -488,7 +488,8 @@ def test_any_state_loads_into_any_layout_at_any_world_size(ranks, tmp_path, sour
 def test_states_move_between_the_layouts_of_four_ranks(ranks, tmp_path, source, destination):
     saved = ranks(4, worker_save, layout=source, folder=str(tmp_path / "state"))[0]
     loaded = ranks(4, worker_load, layout=destination, folder=str(tmp_path / "state"))[0][0]
-    assert all(torch.equal(value, saved[name]) for name, value in loaded.items()) and loaded
+    assert len(loaded) > 10
+    assert [name for name, value in loaded.items() if not torch.equal(value, saved[name])] == []
 
 
 def worker_wrong_states() -> dict[str, str]:

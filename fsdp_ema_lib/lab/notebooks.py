@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -295,6 +295,26 @@ def find_notebook(name: str) -> Path:
     found = "several notebooks fit" if fitting else "no such notebook"
     listed = "\n".join(f"  {path.stem}" for path in fitting or known)
     raise NotebookError(f"{name}: {found}. Give the number, the name or the path of one:\n{listed}")
+
+
+def at_default_parameters(name: str, given: Mapping[str, Any], *, ignore: Collection[str] = ()) -> bool:
+    """Tell whether a notebook's parameters have the values that its parameters cell gives them.
+
+    Args:
+        name: of the notebook, as `find_notebook` takes it.
+        given: the values in this run; a notebook passes `globals()`.
+        ignore: parameters on which no claim depends, besides `output_dir` and `device`.
+
+    Raises:
+        NotebookError: no such notebook. KeyError: a parameter that is not in `given`.
+
+    Example:
+        >>> at_default_parameters("01", {"repeats": 40, "ranks": 2})
+        True
+    """
+    defaults = inspect_notebook(find_notebook(name)).parameters
+    ignored = {"output_dir", "device", *ignore}
+    return all(given[key] == parameter.default for key, parameter in defaults.items() if key not in ignored)
 
 
 def check_parameters(info: NotebookInfo, given: Mapping[str, Any]) -> dict[str, Any]:

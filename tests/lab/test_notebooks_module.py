@@ -10,6 +10,7 @@ from nbformat.v4 import new_code_cell, new_output
 from fsdp_ema_lib.lab import notebooks
 from fsdp_ema_lib.lab.notebooks import (
     NotebookError,
+    at_default_parameters,
     check_parameters,
     find_notebook,
     functions_defined,
@@ -304,3 +305,12 @@ def test_a_file_name_out_of_order_is_named(make_notebook):
 
 def test_the_functions_of_a_notebook_are_listed(make_notebook):
     assert functions_defined(make_notebook("def a():\n    def b(): ...", "c = lambda: 1")) == {"a", "b"}
+
+
+def test_default_parameters_are_told_from_others():
+    defaults = {"repeats": 40, "ranks": 2, "output_dir": "elsewhere"}
+    assert at_default_parameters("01_file_rendezvous", defaults)
+    assert not at_default_parameters("01_file_rendezvous", defaults | {"ranks": 3})
+    assert at_default_parameters("01_file_rendezvous", defaults | {"ranks": 3}, ignore=["ranks"])
+    with pytest.raises(KeyError, match="ranks"):
+        at_default_parameters("01_file_rendezvous", {"repeats": 40})
