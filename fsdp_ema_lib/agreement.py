@@ -1,7 +1,7 @@
 """One verdict for all ranks: where one raises, all raise, so that none waits in a collective that never comes."""
 
-import builtins
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
 from typing import TypeVar
@@ -12,33 +12,59 @@ from fsdp_ema_lib.process_group import comm_device
 
 T = TypeVar("T")
 
+_LIBRARY = __name__.split(".")[0]
+
 
 def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
     """Raise on every rank of the groups if any of them has an error; collective over each group in turn.
 
+    All raise what the lowest failing rank raised, so that an `except` decides alike on every rank: that rank the error
+    itself, the others one of the same type, or of the nearest type that is built in or of this library, with the rank
+    in front of the text.
+
     Args:
-        error: this rank's error, or None. A rank that has one raises that one; the others raise the lowest failing
-            rank's, of the nearest built-in type, with the rank in front of the text.
+        error: this rank's error, or None.
         groups: process groups, the same order on each of their ranks; None stands for the default group. Over the rows
             and then the columns of a mesh, an error reaches every rank of the mesh.
 
     Example:
         >>> raise_together(None)
     """
-    verdict = None if error is None else (_builtin_type(error), str(error))
-    if dist.is_initialized():
-        for group in groups:
-            verdict = _first_verdict(verdict, group)
-    if error is not None:
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    verdict = None if error is None else _Verdict(dist.get_rank(), _shared_type(error), str(error))
+    for group in groups:
+        verdict = min((said for said in _gathered(verdict, group) if said), key=lambda said: said.rank, default=None)
+    if verdict is None:
+        return
+    if error is not None and verdict.rank == dist.get_rank():
         raise error
-    if verdict is not None:
-        kind, text = verdict
-        raise getattr(builtins, kind)(text)
+    raise verdict.kind(f"rank {verdict.rank}: {verdict.text}") from error
 
 
-def _builtin_type(error: Exception) -> str:
-    """The first built-in class that the error is one of: only such a name means the same on every rank."""
-    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")
+@dataclass(frozen=True)
+class _Verdict:
+    rank: int
+    kind: type[Exception]
+    text: str
+
+
+def _shared_type(error: Exception) -> type[Exception]:
+    """The first class of the error that every rank has and that is made of one text."""
+    for cls in type(error).__mro__:
+        if cls.__module__.split(".")[0] in ("builtins", _LIBRARY) and _is_made_of_a_text(cls):
+            return cls
+    raise AssertionError("every error is an Exception")
+
+
+def _is_made_of_a_text(cls: type) -> bool:
+    """False for such as UnicodeDecodeError, which takes five arguments."""
+    try:
+        return str(cls("text")) in ("text", "'text'")
+    except TypeError:
+        return False
 
 
 def from_rank_zero(value: T) -> T:
@@ -53,18 +79,6 @@ def from_rank_zero(value: T) -> T:
     message = [value]
     dist.broadcast_object_list(message, src=0, device=comm_device())
     return message[0]
-
-
-def _first_verdict(verdict: tuple[str, str] | None, group: dist.ProcessGroup | None) -> tuple[str, str] | None:
-    verdicts = _gathered(verdict, group)
-    if verdict is not None:
-        return verdict
-    members = range(len(verdicts)) if group is None else dist.get_process_group_ranks(group)
-    for rank, other in zip(members, verdicts, strict=True):
-        if other is not None:
-            kind, text = other
-            return kind, text if text.startswith("rank ") else f"rank {rank}: {text}"
-    return None
 
 
 def refuse_disagreement(lines: Sequence[str], groups: Iterable[dist.ProcessGroup | None]) -> None:
