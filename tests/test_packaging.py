@@ -19,6 +19,7 @@ CONDA_NAMES = {"pytorch": "torch"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CORE = ["torch", "safetensors"]
 OF_THE_LAB = ["matplotlib", "ipywidgets", "papermill", "ipyparallel", "sklearn", "typer", "rich", "numpy", "IPython"]
+OF_THE_LAB += ["itables", "transformers", "playwright"]
 
 
 def pip_requirements(*lists: str) -> dict[str, SpecifierSet]:
@@ -52,7 +53,7 @@ def test_the_core_needs_torch_and_safetensors_alone():
 
 def test_every_requirement_is_pinned_within_its_range():
     pinned = pins()
-    for name, versions in pip_requirements("lab", "test").items():
+    for name, versions in pip_requirements("lab", "test", "bench").items():
         assert pinned[name] in versions, f"{name}: {pinned[name]} is not {versions}"
     assert pinned["torch"] == Version("2.13.0")
 
