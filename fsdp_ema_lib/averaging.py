@@ -1,8 +1,10 @@
 """The arithmetic of one update over lists of local tensors: the hot path, nothing else."""
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,6 +18,10 @@ _log = logging.getLogger("fsdp_ema_lib")
 # by piece in one scratch of this many bytes.
 CPU_SCRATCH_BYTES = 1 << 20  # stays in the cache from one step of the arithmetic to the next
 GPU_SCRATCH_BYTES = 32 << 20  # few launches, and still small beside a model
+# torch spreads an operation on a CPU over threads from so many elements on (its GRAIN_SIZE). Smaller tensors leave all
+# cores but one idle; from so many of them on it pays to deal them out.
+CPU_GRAIN_ELEMENTS = 32768
+FEW_TENSORS = 200
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Batch:
         scratch: a place for each tensor of the batch, or none where the update needs no room.
         room: the stretch of the scratch that these places fill.
         weight: 0-dim fp64 tensor for the compiled update to read the weight of the live values from, or none.
+        elsewhere: whether another thread averages it, while the caller's averages the others.
     """
 
     shadow: list[Tensor] = field(default_factory=list)
@@ -37,6 +44,7 @@ class Batch:
     scratch: list[Tensor] = field(default_factory=list)
     room: Tensor | None = None
     weight: Tensor | None = None
+    elsewhere: bool = False
 
 
 def plan(
@@ -53,7 +61,7 @@ def plan(
         shadow: the averages; fp32, fp64 or complex.
         live: the live values, each of its shadow's shape and device; any dtype that converts to the shadow's exactly.
         low: the low-order parts of the averages, or nothing.
-        roomy: give every batch a scratch: `average` needs one for `gate` and `skipped`.
+        roomy: give every batch a scratch: `average` needs one for `skipped` and for a decay on the device.
         compiled: let torch.compile fuse the update of the tensors that need no room; it widens live values on the fly.
 
     Returns:
@@ -70,9 +78,25 @@ def plan(
         if needs_room:
             batches.extend(_batches_with_room(tensors, device, dtype))
         else:
-            weight = torch.zeros((), dtype=torch.float64) if compiled else None
-            batches.append(Batch([s for s, _ in tensors], [t for _, t in tensors], weight=weight))
+            if compiled:
+                batches.append(_batch_in_place(tensors, weight=torch.zeros((), dtype=torch.float64)))
+            else:
+                batches.extend(_batches_in_place(tensors, device))
     return batches
+
+
+def _batches_in_place(tensors: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[Batch]:
+    small = [members for members in tensors if members[0].numel() < CPU_GRAIN_ELEMENTS]
+    if device.type != "cpu" or len(small) < FEW_TENSORS or (hands := torch.get_num_threads()) == 1:
+        return [_batch_in_place(tensors)]
+    large = [members for members in tensors if members[0].numel() >= CPU_GRAIN_ELEMENTS]
+    shares = [small[hand::hands] for hand in range(hands)]
+    batches = [_batch_in_place(share, elsewhere=hand > 0) for hand, share in enumerate(shares)]
+    return [*batches, _batch_in_place(large)] if large else batches
+
+
+def _batch_in_place(tensors: Sequence[tuple[Tensor, ...]], **settings: Any) -> Batch:
+    return Batch([shadow for shadow, _ in tensors], [live for _, live in tensors], **settings)
 
 
 def _batches_with_room(tensors: Sequence[tuple[Tensor, ...]], device: torch.device, dtype: torch.dtype) -> list[Batch]:
@@ -112,17 +136,14 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() == 1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def average(
-    batches: Sequence[Batch], decay: float, *, gate: Tensor | None = None, skipped: Tensor | None = None
-) -> None:
+def average(batches: Sequence[Batch], decay: float | Tensor, *, skipped: Tensor | None = None) -> None:
     """One update in place: shadow <- shadow + (1 - decay) * (live - shadow). No full-size temporary, no sync.
 
     Where live and shadow are equal, the shadow does not change by a bit, whatever the decay.
 
     Args:
-        batches: from `plan`; with room if `gate` or `skipped` is given.
-        decay: weight of the old average, in [0, 1].
-        gate: 0-dim floating tensor on the batches' device: 1 lets the update happen, 0 makes it none.
+        batches: from `plan`; with room if `skipped` is given or the decay is a tensor.
+        decay: weight of the old average, in [0, 1]; a 0-dim fp64 tensor stays on its device, unread by the host.
         skipped: 0-dim int64 tensor. If given, elements whose live value is not finite keep their average, and are added
             to this count.
 
@@ -133,16 +154,33 @@ def average(
         tensor([0.2500, 0.2500])
     """
     weight = 1.0 - decay
+    others = [_helpers().submit(_average_batch, batch, weight, skipped) for batch in batches if batch.elsewhere]
     for batch in batches:
-        if batch.low or gate is not None or skipped is not None:
-            _average_by_difference(batch, weight, gate, skipped)
-        elif batch.weight is not None:
-            _average_compiled(batch, weight)
-        elif batch.scratch:
-            torch._foreach_copy_(batch.scratch, batch.live)
-            torch._foreach_lerp_(batch.shadow, batch.scratch, weight)
-        else:
-            torch._foreach_lerp_(batch.shadow, batch.live, weight)
+        if not batch.elsewhere:
+            _average_batch(batch, weight, skipped)
+    for other in others:
+        other.result()
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="fsdp_ema_lib update")
+
+
+# A forked child has none of its parent's threads, and would wait for them for ever.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
+
+
+def _average_batch(batch: Batch, weight: float | Tensor, skipped: Tensor | None) -> None:
+    if batch.low or skipped is not None or isinstance(weight, Tensor):
+        _average_by_difference(batch, weight, skipped)
+    elif batch.weight is not None:
+        _average_compiled(batch, weight)
+    elif batch.scratch:
+        torch._foreach_copy_(batch.scratch, batch.live)
+        torch._foreach_lerp_(batch.shadow, batch.scratch, weight)
+    else:
+        torch._foreach_lerp_(batch.shadow, batch.live, weight)
 
 
 def _average_compiled(batch: Batch, weight: float) -> None:
@@ -174,7 +212,7 @@ def announce_compiling(batches: Sequence[Batch]) -> None:
     _log.warning("compile=True: compiling the update of %d tensors; this takes a while, once", count)
 
 
-def _average_by_difference(batch: Batch, weight: float, gate: Tensor | None, skipped: Tensor | None) -> None:
+def _average_by_difference(batch: Batch, weight: float | Tensor, skipped: Tensor | None) -> None:
     change = batch.scratch
     torch._foreach_copy_(change, batch.live)
     torch._foreach_sub_(change, batch.shadow)
@@ -185,8 +223,9 @@ def _average_by_difference(batch: Batch, weight: float, gate: Tensor | None, ski
         skipped.add_(batch.room.isfinite().logical_not_().sum().to(skipped.device, non_blocking=True))
         # Adding -0.0 changes no bit of any number; adding 0.0 would turn -0.0 into 0.0.
         batch.room.nan_to_num_(nan=-0.0, posinf=-0.0, neginf=-0.0)
-    if gate is not None:
-        torch._foreach_mul_(change, gate)
+    if isinstance(weight, Tensor):
+        torch._foreach_mul_(change, weight.to(change[0]))
+        weight = 1.0
     if not batch.low:
         torch._foreach_add_(batch.shadow, change, alpha=weight)
         return

@@ -8,8 +8,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
+import torch
+from torch import Tensor
+
+Number = TypeVar("Number", float, Tensor)
 Schedule = Callable[[int], float]
 
 _LARGEST_SIGMA_REL = 1 / math.sqrt(12)  # the uniform average: gamma = 0
@@ -43,9 +47,10 @@ class _Counted:
     def __call__(self, n: int) -> float:
         """Return the decay of update `n`, counted from 1."""
         _check_count(n)
-        return self._decay(n)
+        return float(self._decay(n))
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Any) -> Any:
+        """The formula, for one count or for a tensor of them."""
         raise NotImplementedError
 
 
@@ -65,7 +70,7 @@ class Constant(_Counted):
     def __post_init__(self) -> None:
         check_decay(self.decay)
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Number) -> Number | float:
         return self.decay
 
 
@@ -85,8 +90,8 @@ class Warmup(_Counted):
     def __post_init__(self) -> None:
         check_decay(self.decay)
 
-    def _decay(self, n: int) -> float:
-        return min(self.decay, (1 + n) / (10 + n))
+    def _decay(self, n: Number) -> Number | float:
+        return _within((1 + n) / (10 + n), 0.0, self.decay)
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,8 @@ class InverseGamma(_Counted):
         if not 0.0 <= low <= high <= 1.0:
             raise ValueError(f"0 <= min_decay <= max_decay <= 1 was expected, got min_decay={low}, max_decay={high}")
 
-    def _decay(self, n: int) -> float:
-        return min(max(1 - (1 + n / self.gamma) ** -self.power, self.min_decay), self.max_decay)
+    def _decay(self, n: Number) -> Number | float:
+        return _within(1 - (1 + n / self.gamma) ** -self.power, self.min_decay, self.max_decay)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class HalfLife(_Counted):
     def __post_init__(self) -> None:
         decay_from_half_life(self.steps)
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Number) -> Number | float:
         return decay_from_half_life(self.steps)
 
 
@@ -156,7 +161,7 @@ class HalfLifeSamples(_Counted):
         _check_positive(self.batch_size, "batch_size")
         decay_from_half_life(self.samples / self.batch_size)
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Number) -> Number | float:
         return decay_from_half_life(self.samples / self.batch_size)
 
 
@@ -179,7 +184,7 @@ class HalfLifeFraction(_Counted):
         if not 0.0 < _real(self.fraction, "fraction") <= 1.0:
             raise ValueError(f"fraction must be in (0, 1]: a share of training; got {self.fraction!r}")
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Number) -> Number | float:
         return 2.0 ** (-1 / (self.fraction * n))
 
 
@@ -214,7 +219,7 @@ class PowerFunction(_Counted):
         """Standard deviation of the profile over the length of training."""
         return gamma_to_sigma_rel(self.gamma)
 
-    def _decay(self, n: int) -> float:
+    def _decay(self, n: Number) -> Number | float:
         return (1 - 1 / n) ** (self.gamma + 1)
 
 
@@ -238,9 +243,9 @@ class Cosine(_Counted):
         check_decay(self.base, "base")
         _check_positive(self.total_updates, "total_updates")
 
-    def _decay(self, n: int) -> float:
-        progress = min((n - 1) / self.total_updates, 1.0)
-        return 1 - (1 - self.base) * (1 + math.cos(math.pi * progress)) / 2
+    def _decay(self, n: Number) -> Number | float:
+        progress = _within((n - 1) / self.total_updates, 0.0, 1.0)
+        return 1 - (1 - self.base) * (1 + _cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True)
@@ -263,12 +268,12 @@ class BiasCorrected(_Counted):
     def __post_init__(self) -> None:
         check_decay(self.decay)
 
-    def _decay(self, n: int) -> float:
-        if n == 1 or self.decay == 0.0:
+    def _decay(self, n: Number) -> Number | float:
+        if self.decay == 0.0:
             return 0.0
         log = math.log(self.decay)
         # expm1: for decays near 1 and small n the differences 1 - decay**n would cancel.
-        return self.decay * math.expm1((n - 1) * log) / math.expm1(n * log)
+        return _within(self.decay * _expm1((n - 1) * log) / _expm1(n * log), 0.0, self.decay)
 
 
 _KINDS: dict[str, type] = {
@@ -321,6 +326,43 @@ def decay_at(schedule: Schedule, n: int) -> float:
             "correct the schedule"
         )
     return number
+
+
+def decay_on_device(schedule: float | Schedule, n: Tensor) -> Tensor:
+    """The decays of updates `n`, computed where the counts lie: for a CUDA graph, or without waiting for the device.
+
+    Args:
+        schedule: a number or a schedule of this module; a plain callable cannot run on a device.
+        n: counts from 1, int64, of any shape.
+
+    Returns:
+        fp64, of the shape and device of `n`; within 1e-12 of what the schedule says on the host.
+
+    Raises:
+        TypeError: a plain callable.
+
+    Example:
+        >>> decay_on_device(PowerFunction(0.0), torch.tensor([1, 2, 4])).tolist()
+        [0.0, 0.5, 0.75]
+    """
+    schedule = as_schedule(schedule)
+    if not runs_on_device(schedule):
+        raise TypeError(
+            f"decay: {_name_of(schedule)} is a plain callable, which only the host can evaluate; on the device it must "
+            f"be a number or a schedule from fsdp_ema_lib.decay"
+        )
+    counts = n.to(torch.float64)
+    return torch.zeros_like(counts) + schedule._decay(counts)
+
+
+def runs_on_device(schedule: Schedule) -> TypeGuard[_Counted]:
+    """Whether `decay_on_device` can evaluate it: the schedules of this module, not plain callables.
+
+    Example:
+        >>> runs_on_device(Constant(0.9)), runs_on_device(lambda n: 0.9)
+        (True, False)
+    """
+    return isinstance(schedule, _Counted)
 
 
 def decay_over_interval(schedule: float | Schedule, first_step: int, last_step: int) -> float:
@@ -546,6 +588,18 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     if sorted(given) != sorted(expected):
         raise ValueError(f"schedule {kind!r} has the fields {', '.join(expected)}; got {', '.join(given) or 'none'}")
     return _KINDS[kind](**given)
+
+
+def _within(value: Number, low: float, high: float) -> Number:
+    return value.clamp(low, high) if isinstance(value, Tensor) else min(max(low, value), high)
+
+
+def _cos(value: Number) -> Number:
+    return value.cos() if isinstance(value, Tensor) else math.cos(value)
+
+
+def _expm1(value: Number) -> Number:
+    return value.expm1() if isinstance(value, Tensor) else math.expm1(value)
 
 
 def _name_of(schedule: Schedule) -> str:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_ema_lib import averaging, ema_state, full_state, health
 from fsdp_ema_lib.agreement import from_rank_zero, raise_together, refuse_disagreement
-from fsdp_ema_lib.decay import Constant, Schedule, as_schedule, decay_at
+from fsdp_ema_lib.decay import Constant, Schedule, as_schedule, decay_at, decay_on_device, runs_on_device
 from fsdp_ema_lib.layout import Layout, Shard
 from fsdp_ema_lib.process_group import is_main_process
 from fsdp_ema_lib.tracking import Coverage, Selection
@@ -46,7 +46,11 @@ class EMA_FSDP:
         nonfinite: "propagate" averages NaN and infinity like any number; "skip" leaves the average of an element
             untouched while its live value is not finite, and counts it in `num_skipped`.
         compile: fuse the update with torch.compile: faster, after compiling once for as long as a minute. On a CPU it
-            needs a C++ compiler. Compensated, skipping and gated updates are not compiled.
+            needs a C++ compiler. Compensated, skipping and capturable updates are not compiled.
+        capturable: keep the count on the device and compute the decay there, so that `update` can be captured in a CUDA
+            graph and replayed. Needs `update_every=1` and a number or a schedule from `fsdp_ema_lib.decay`. Reading
+            `num_updates` then waits for the device. Capture anew after `reset`, a changed setting or a replaced
+            parameter: a graph goes on with what it has captured.
 
     Attributes:
         shadow: name -> this rank's local average; fp32 (fp64 for fp64 parameters), of the local shard's shape.
@@ -78,18 +82,27 @@ class EMA_FSDP:
         update_every: int = 1,
         nonfinite: str = "propagate",
         compile: bool = False,
+        capturable: bool = False,
     ) -> None:
-        self.decay = decay
         self._count = 0
+        self._device_count: Tensor | None = None
+        self.decay = decay
         self.start_after = _check_count(start_after, "start_after", 0)
         self.update_every = _check_count(update_every, "update_every", 1)
         self.precision = _check_choice(precision, "precision", PRECISIONS)
         self.nonfinite = _check_choice(nonfinite, "nonfinite", NONFINITE)
         self._compile = bool(compile)
+        self._capturable = bool(capturable)
+        if capturable:
+            decay_on_device(self._schedule, torch.ones((), dtype=torch.int64))
+            if self.update_every > 1:
+                raise ValueError(
+                    f"update_every must be 1 with capturable=True, got {update_every}: a captured update does the same "
+                    f"work at every replay"
+                )
         self._selection = Selection(include, exclude, buffers)
         self._swapped = False
         self._hook: RemovableHandle | None = None
-        self._gated: Tensor | None = None
         self._low: dict[str, Tensor] = {}
         self.shadow: dict[str, Tensor] = {}
         self._module = module
@@ -106,6 +119,8 @@ class EMA_FSDP:
         refuse_disagreement(_identity(self._layout, tracked), self._layout.groups())
         for name in tracked:
             self._start(name)
+        if capturable:
+            self._count_on(next(iter(self.shadow.values())).device)
         self._plan()
 
     @property
@@ -115,26 +130,28 @@ class EMA_FSDP:
 
     @decay.setter
     def decay(self, value: float | Schedule) -> None:
-        self._schedule = as_schedule(value)
-        self._decay = value
+        schedule = as_schedule(value)
+        if self._device_count is not None:
+            decay_on_device(schedule, self._device_count + 1)
+        self._schedule, self._decay = schedule, value
 
     @property
     def num_updates(self) -> int:
         """Calls of `update` since construction or `reset`.
 
-        After fused optimizer steps under a GradScaler, reading it waits for the device, which alone knows how many of
-        them were skipped.
+        With `capturable=True`, and after fused optimizer steps under a GradScaler, which the device may skip, reading
+        it waits for the device.
         """
-        if self._gated is not None:
-            self._count -= int(self._gated)
-            self._gated.zero_()
-        return self._count
+        return self._count if self._device_count is None else int(self._device_count)
 
     @num_updates.setter
     def num_updates(self, value: int) -> None:
-        if self._gated is not None:
-            self._gated.zero_()
         self._count = _check_count(value, "num_updates", 0)
+        if self._device_count is not None:
+            self._device_count.fill_(value)
+
+    def _count_on(self, device: torch.device) -> None:
+        self._device_count = torch.full((), self._count, dtype=torch.int64, device=device)
 
     @property
     def num_skipped(self) -> int:
@@ -163,17 +180,28 @@ class EMA_FSDP:
         """
         self._update(module, None)
 
-    def _update(self, module: Model, gate: Tensor | None) -> None:
-        """One update; `gate`, on the device, is 0 for none and 1 for one."""
+    def _update(self, module: Model, happened: Tensor | None) -> None:
+        """One update; `happened`, a 0-dim bool on the device of the count, may say there that it is none."""
         self._refuse_while_swapped("update")
-        # With a gate the count runs ahead of the truth, but then the decay does not depend on it.
-        step = (self._count if gate is not None else self.num_updates) + 1
+        skipped = self._skipped if self.nonfinite == "skip" else None
+        if self._device_count is not None:
+            self._bind(module)
+            averaging.average(self._batches, self._decay_on_device(happened), skipped=skipped)
+            self._device_count += 1 if happened is None else happened
+            return
+        step = self._count + 1
         if step % self.update_every == 0:
             decay = self._decay_over(step - self.update_every + 1, step)
             self._bind(module)
-            skipped = self._skipped if self.nonfinite == "skip" else None
-            averaging.average(self._batches, decay, gate=gate, skipped=skipped)
+            averaging.average(self._batches, decay, skipped=skipped)
         self._count = step
+
+    def _decay_on_device(self, happened: Tensor | None) -> Tensor:
+        """The decay of the next update; 1 where it does not happen."""
+        assert self._device_count is not None
+        step = self._device_count + 1 - self.start_after
+        decay = torch.where(step < 1, 0.0, decay_on_device(self._schedule, step.clamp(min=1)))
+        return decay if happened is None else torch.where(happened, decay, 1.0)
 
     def _decay_over(self, first: int, last: int) -> float:
         """The product of the decays of the steps `first` to `last`; 0 up to `start_after`."""
@@ -186,8 +214,8 @@ class EMA_FSDP:
         """Update by itself after each real step of `optimizer`, until `detach`.
 
         Micro-batches of an accumulated step do not count, nor do steps that a GradScaler skips. A fused optimizer takes
-        such a step and lets the device skip it: its `found_inf` then gates the update on the device, without a host
-        synchronization if the decay is a constant, `update_every` 1 and `start_after` 0, and with one otherwise.
+        such a step and lets the device skip it: its `found_inf` then gates the update, on the device and without a host
+        synchronization, but with one if `update_every` is above 1 or the decay is a plain callable.
 
         Args:
             optimizer: one that steps parameters of the model.
@@ -224,15 +252,14 @@ class EMA_FSDP:
         if found_inf is None:
             self._update(module, None)
             return
-        if not (isinstance(self._schedule, Constant) and self.update_every == 1 and self.start_after == 0):
+        if self.update_every > 1 or not runs_on_device(self._schedule):
             if not bool(found_inf):
                 self._update(module, None)
             return
-        if self._gated is None:
-            self._gated = torch.zeros((), dtype=torch.int64, device=found_inf.device)
-            self._plan()  # a gate needs room
-        self._update(module, (found_inf == 0).to(torch.float32))
-        self._gated += found_inf != 0
+        if self._device_count is None:
+            self._count_on(found_inf.device)
+            self._plan()  # a decay on the device needs room
+        self._update(module, found_inf == 0)
 
     @torch.no_grad()
     def health(self, module: Model) -> health.Health:
@@ -270,6 +297,7 @@ class EMA_FSDP:
             update_every=self.update_every,
             nonfinite=self.nonfinite,
             compile=self._compile,
+            capturable=self._capturable,
         )
         self.__dict__.update(fresh.__dict__)
         self._hook = hook
@@ -519,7 +547,7 @@ class EMA_FSDP:
         self._batches: list[averaging.Batch] = []
         for names, low in ((plain, []), (list(self._low), list(self._low.values()))):
             shadow, live = [self.shadow[n] for n in names], [self._shard(n).live() for n in names]
-            roomy = self.nonfinite == "skip" or self._gated is not None
+            roomy = self.nonfinite == "skip" or self._device_count is not None
             self._batches += averaging.plan(shadow, live, low, roomy=roomy, compiled=self._compile)
         if self._compile:
             averaging.announce_compiling(self._batches)

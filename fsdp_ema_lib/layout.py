@@ -452,44 +452,37 @@ class Layout:
         """Remember what `is_current` compares: registered objects and the addresses of their values."""
         # Keeping the tensors themselves makes identity safe: no new object can take a dead one's address.
         modules = list(dict.fromkeys(module for part in self.modules for module in part.modules()))
-        self._children = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
         self._sizes = [(table, len(table)) for m in modules for table in (m._modules, m._parameters) if table]
-        self._slots: list[tuple[dict[str, Any], str, Tensor, int, bool]] = []
-        self._mesh_slots: list[tuple[dict[str, Any], str, Any, Tensor, int, bool]] = []
+        self._slots: list[tuple[dict[str, Any], str, object]] = [
+            (m._modules, key, child) for m in modules for key, child in m._modules.items()
+        ]
+        tensors = []
         for shard in shards:
             tensor = shard.registered
             slots = next((d for d in _slots_of(shard.owner) if d.get(shard.key) is tensor), {shard.key: tensor})
-            if isinstance(tensor, DTensor):
-                local = tensor._local_tensor
-                self._mesh_slots.append((slots, shard.key, tensor, local, local.data_ptr(), tensor.requires_grad))
-            else:
-                self._slots.append((slots, shard.key, tensor, tensor.data_ptr(), tensor.requires_grad))
+            self._slots.append((slots, shard.key, tensor))
+            tensors.append(tensor)
+        self._frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+        self._meshed = [(t, t._local_tensor) for t in tensors if isinstance(t, DTensor)]
+        self._local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._local]
 
     def is_current(self) -> bool:
-        """Whether every watched parameter is the same object, at the same address, as trainable as before.
+        """Whether every watched parameter is the same object, at the same address, and none was unfrozen.
 
         Comparisons of cached objects and no walk through the modules. It notices a replaced parameter or module, one
         that was added or removed, `.data = ...`, `.to(...)`, an FSDP2 or FSDP1 parameter that is unsharded at this
-        moment, and a changed `requires_grad`.
+        moment, and a parameter that became trainable.
         """
-        for modules, key, child in self._children:
-            if modules.get(key) is not child:
-                return False
-        for table, size in self._sizes:
-            if len(table) != size:
-                return False
-        for slots, key, tensor, address, trainable in self._slots:
-            if slots.get(key) is not tensor or tensor.data_ptr() != address or tensor.requires_grad is not trainable:
-                return False
-        for slots, key, tensor, local, address, trainable in self._mesh_slots:
-            if (
-                slots.get(key) is not tensor
-                or tensor._local_tensor is not local
-                or local.data_ptr() != address
-                or tensor.requires_grad is not trainable
-            ):
-                return False
-        return True
+        if not all(slots.get(key) is known for slots, key, known in self._slots):
+            return False
+        if not all(len(table) == size for table, size in self._sizes):
+            return False
+        if not all(tensor._local_tensor is local for tensor, local in self._meshed):
+            return False
+        return list(map(Tensor.data_ptr, self._local)) == self._addresses and not any(
+            tensor.requires_grad for tensor in self._frozen
+        )
 
     def live(self) -> dict[str, Tensor]:
         """This rank's live values of every parameter and buffer, by name: aliases, without autograd."""

@@ -50,8 +50,7 @@ def test_an_update_equals_the_formula(shapes, dtypes, decay, roomy, low, permute
         live = [t.mT.contiguous().mT if t.dim() > 1 else t for t in live]
     lows = [torch.zeros_like(t) for t in shadow] if low else []
     expected = [decay * wide(s) + (1 - decay) * wide(t) for s, t in zip(shadow, live, strict=True)]
-    gate = torch.ones(()) if roomy else None
-    average(plan(shadow, live, lows, roomy=roomy), decay, gate=gate)
+    average(plan(shadow, live, lows, roomy=roomy), torch.tensor(decay, dtype=torch.float64) if roomy else decay)
     for found, wanted in zip(shadow, expected, strict=True):
         torch.testing.assert_close(wide(found), wanted, rtol=3e-6, atol=3e-6)
 
@@ -93,11 +92,53 @@ def test_updates_allocate_nothing_of_the_size_of_a_tensor():
     assert allocated < 4096, f"{allocated} bytes"
 
 
-def test_a_closed_gate_lets_nothing_through():
+def test_a_decay_of_one_on_the_device_lets_nothing_through():
     live, shadow = tensors([(100,)], torch.float32, 3), tensors([(100,)], torch.float32, 4)
     before = shadow[0].clone()
-    average(plan(shadow, live, roomy=True), 0.5, gate=torch.zeros(()))
+    average(plan(shadow, live, roomy=True), torch.ones((), dtype=torch.float64))
     assert torch.equal(shadow[0], before)
+
+
+MANY = [(3, 5), (7,), (averaging.CPU_GRAIN_ELEMENTS,)] * averaging.FEW_TENSORS
+
+
+def test_many_small_tensors_are_averaged_by_several_threads_to_the_same_bits(monkeypatch):
+    monkeypatch.setattr(averaging.torch, "get_num_threads", lambda: 3)
+    live, shadow = tensors(MANY, torch.float32, 8), tensors(MANY, torch.float32, 9)
+    alone = [torch.lerp(s, t, 1 - 0.9) for s, t in zip(shadow, live, strict=True)]
+    batches = plan(shadow, live)
+    assert [batch.elsewhere for batch in batches] == [False, True, True, False]
+    assert sum(len(batch.shadow) for batch in batches) == len(MANY)
+    average(batches, 0.9)
+    assert all(torch.equal(a, b) for a, b in zip(alone, shadow, strict=True))
+
+
+def test_an_error_in_another_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(averaging.torch, "get_num_threads", lambda: 2)
+    live, shadow = tensors(MANY, torch.float32, 8), tensors(MANY, torch.float32, 9)
+    batches = plan(shadow, live)
+    next(batch for batch in batches if batch.elsewhere).live[0] = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        average(batches, 0.9)
+
+
+def test_a_forked_child_averages_with_threads_of_its_own():
+    script = """
+import os, torch
+from fsdp_ema_lib.averaging import FEW_TENSORS, average, plan
+torch.set_num_threads(2)
+live, shadow = [torch.ones(4)] * 2 * FEW_TENSORS, [torch.zeros(4) for _ in range(2 * FEW_TENSORS)]
+batches = plan(shadow, live)
+assert any(batch.elsewhere for batch in batches)
+average(batches, 0.5)
+if (child := os.fork()) == 0:
+    average(batches, 0.5)
+    print(shadow[0][0].item(), shadow[-1][0].item(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0.75 0.75\n", done.stderr
 
 
 def test_compiled_updates_follow_the_formula_and_a_changing_decay():

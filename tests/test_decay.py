@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,18 @@ def test_every_schedule_gives_a_decay_between_0_and_1(schedule, n):
     assert isinstance(value, float)
     assert 0.0 <= value <= 1.0
     assert d.decay_at(schedule, n) == value
+
+
+@given(schedules, st.lists(counts, min_size=1, max_size=5))
+def test_a_schedule_says_on_the_device_what_it_says_on_the_host(schedule, several):
+    found = d.decay_on_device(schedule, torch.tensor(several))
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([schedule(n) for n in several], abs=1e-12, rel=1e-12)
+
+
+def test_a_plain_callable_cannot_run_on_the_device():
+    with pytest.raises(TypeError, match=r"decay: .*<lambda> is a plain callable, which only the host can evaluate"):
+        d.decay_on_device(lambda n: 0.5, torch.tensor(1))
 
 
 @given(schedules)

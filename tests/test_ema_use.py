@@ -178,7 +178,9 @@ def test_attach_counts_real_steps_only():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("decay", "every"), [(DECAY, 1), (Warmup(DECAY), 1), (DECAY, 2)])
+@pytest.mark.parametrize(
+    ("decay", "every"), [(DECAY, 1), (Warmup(DECAY), 1), (DECAY, 2), (lambda n: DECAY ** (1 / n), 1)]
+)
 def test_steps_that_a_grad_scaler_skips_do_not_count(fused, decay, every):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
@@ -198,6 +200,113 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused, decay, every):
     assert ema.num_updates == by_hand.num_updates == 4
     # A gated update multiplies the difference by one before it is added: the same up to rounding.
     torch.testing.assert_close(ema.shadow["weight"], by_hand.shadow["weight"], rtol=1e-6, atol=1e-7)
+
+
+# ---------------------------------------------------------------- count and decay on the device
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("settings", [{}, {"precision": "compensated"}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize("decay", [DECAY, Warmup(0.99), PowerFunction(3.0)], ids=str)
+def test_a_capturable_average_follows_the_same_formula(device, settings, decay):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = nn.Linear(30, 20, device=device)
+    host, there = (EMA_FSDP(model, decay, start_after=2, capturable=c, **settings) for c in (False, True))
+    for step in range(1, 9):
+        with torch.no_grad():
+            model.weight.normal_()
+        host.update(model), there.update(model)
+        assert there.num_updates == step
+    torch.testing.assert_close(there.shadow["weight"], host.shadow["weight"], rtol=1e-6, atol=1e-6)
+    again = EMA_FSDP(model, decay, capturable=True, **settings)
+    again.load_state_dict(there.state_dict())
+    assert again.num_updates == 8 and again.start_after == 2
+    with torch.no_grad():
+        model.weight.normal_()
+    again.update(model), there.update(model)
+    assert torch.equal(again.shadow["weight"], there.shadow["weight"])
+
+
+def test_what_cannot_be_captured_is_refused_and_nothing_changes():
+    model = nn.Linear(3, 2)
+    assert raised(lambda: EMA_FSDP(model, DECAY, capturable=True, update_every=2)) == (
+        "ValueError: update_every must be 1 with capturable=True, got 2: a captured update does the same work at every "
+        "replay"
+    )
+    assert "is a plain callable, which only the host can evaluate" in raised(
+        lambda: EMA_FSDP(model, lambda n: 0.5, capturable=True)
+    )
+    ema = EMA_FSDP(model, DECAY, capturable=True)
+    assert "is a plain callable" in raised(lambda: setattr(ema, "decay", lambda n: 0.5))
+    assert ema.decay == DECAY
+
+
+@pytest.fixture
+def no_host_sync():
+    """CUDA raises where the host would wait for it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"nonfinite": "skip"}, {"precision": "compensated"}, {"capturable": True}, {"update_every": 3}],
+    ids=str,
+)
+def test_an_update_on_cuda_never_waits_for_the_device(no_host_sync, dtype, settings):
+    model = nn.Linear(300, 200, device="cuda", dtype=dtype)
+    ema = EMA_FSDP(model, Warmup(0.99), **settings)
+    for _ in range(6):
+        ema.update(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", [DECAY, PowerFunction(3.0)], ids=str)
+def test_fused_steps_under_a_grad_scaler_never_wait_for_the_device(no_host_sync, decay):
+    model = nn.Linear(30, 20, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    ema = EMA_FSDP(model, decay)
+    ema.attach(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros((), device="cuda")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for skipped in (False, True, False):
+        optimizer.found_inf.fill_(float(skipped))
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert ema.num_updates == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [DECAY, Warmup(0.99), PowerFunction(3.0)], ids=str)
+def test_a_captured_update_replays_with_the_right_count_and_decay(decay, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = nn.Linear(300, 200, device="cuda", dtype=dtype)
+    by_hand, ema = EMA_FSDP(model, decay), EMA_FSDP(model, decay, capturable=True)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # warm up, as capturing demands
+        ema.update(model)
+    torch.cuda.current_stream().wait_stream(side)
+    ema.reset(model)
+    with torch.cuda.graph(graph):
+        ema.update(model)
+    for step in range(1, 8):
+        with torch.no_grad():
+            model.weight.normal_()
+        graph.replay()
+        by_hand.update(model)
+        assert ema.num_updates == step
+    torch.testing.assert_close(ema.shadow["weight"], by_hand.shadow["weight"], rtol=1e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------- the right moment
