@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint lab gpu-check
+.PHONY: help setup run test test-all lint lab bench gpu-check
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,12 @@ lint: $(READY)  ## style of code and notebooks, types of the core
 
 lab: $(READY)  ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+# timm without its dependencies: its torchvision may replace torch, and its average needs torch alone.
+bench: $(READY)  ## time and memory of updates and checkpoints, beside other libraries; tables, and JSON in outputs/bench
+	$(PIP) install -c constraints.txt -e '.[lab,bench]'
+	$(PIP) install -c constraints.txt --no-deps timm
+	@status=0; for name in update checkpoint; do $(BIN)/python benchmarks/bench_$$name.py || status=1; done; exit $$status
 
 gpu-check:  ## gpu tests and every notebook on CUDA under PYTHON; WHEELS=folder brings what it lacks
 	$(PYTHON) scripts/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)")

@@ -3,14 +3,15 @@
     python benchmarks/bench_update.py --rounds 11 --out outputs/bench
 
 The limit is an in-place `lerp_` over one flat fp32 buffer of as many parameters: 12 bytes each. For bf16 live weights
-it is 10/12 of that. Other libraries are measured where they are installed, timm in a Python of its own (--timm-python).
+it is 10/12 of that. Other libraries are measured where they are installed.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -61,23 +62,41 @@ def peers(model: nn.Module) -> list[Side]:
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(model)  # the first call copies
     sides: list[Side] = [("torch AveragedModel", lambda: averaged.update_parameters(model))]
-    try:
-        from ema_pytorch import EMA
-
-        ema = EMA(model, beta=DECAY, update_every=1, update_after_step=0, include_online_model=False)
-        ema.update(), ema.update()
-        sides.append(("ema-pytorch", ema.update))
-    except ImportError:
-        print("ema-pytorch is not installed: left out", file=sys.stderr)
-    try:
-        from diffusers.training_utils import EMAModel
-
-        parameters = list(model.parameters())
-        diffusers = EMAModel(parameters, decay=DECAY, foreach=True)
-        sides.append(("diffusers EMAModel", lambda: diffusers.step(parameters)))
-    except ImportError:
-        print("diffusers is not installed: left out", file=sys.stderr)
+    for build in (ema_pytorch_side, diffusers_side, timm_side):
+        try:
+            sides.append(build(model))
+        except ImportError as missing:
+            print(f"left out, because it is not installed: {missing.name}", file=sys.stderr)
     return sides
+
+
+def ema_pytorch_side(model: nn.Module) -> Side:
+    from ema_pytorch import EMA
+
+    ema = EMA(model, beta=DECAY, update_every=1, update_after_step=0, include_online_model=False)
+    ema.update(), ema.update()
+    return "ema-pytorch", ema.update
+
+
+def diffusers_side(model: nn.Module) -> Side:
+    from diffusers.training_utils import EMAModel
+
+    parameters = list(model.parameters())
+    ema = EMAModel(parameters, decay=DECAY, foreach=True)
+    return "diffusers EMAModel", lambda: ema.step(parameters)
+
+
+def timm_side(model: nn.Module) -> Side:
+    # The file alone: the package imports torchvision, which needs a build that fits torch's.
+    package = importlib.util.find_spec("timm")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'timm'", name="timm")
+    file = Path(package.origin).parent / "utils" / "model_ema.py"
+    spec = importlib.util.spec_from_file_location("timm_model_ema", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ema = module.ModelEmaV3(model, decay=DECAY)
+    return "timm ModelEmaV3", lambda: ema.update(model)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -126,25 +145,9 @@ def dtensor_case(rounds: int) -> dict[str, float]:
     for name, param in plain.named_parameters():
         sharded.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
     sides = [("limit", ours(plain)), ("fsdp_ema_lib", ours(sharded)), *peers(sharded)]
-    times = measure(sides, rounds * 5)
+    times = measure(sides, rounds)
     limit = times.pop("limit")
     return {"limit_ms": limit * 1e3} | {name: seconds / limit for name, seconds in times.items()}
-
-
-def timm_case(python: str, rounds: int) -> dict[str, dict[str, float]]:
-    """timm's ModelEmaV3 against the limit, in the Python that has it, over the same shapes."""
-    code = (
-        "import json, sys; sys.path.insert(0, 'benchmarks'); import bench_update as b\n"
-        "from timm.utils import ModelEmaV3\n"
-        "found = {}\n"
-        "for name, shapes in (('six large', b.six_large()), ('ViT-B', b.vit_base()), ('3000 small', b.small())):\n"
-        "    model = b.model_of(shapes); ema = ModelEmaV3(model, decay=b.DECAY)\n"
-        "    sides = [b.flat_limit(sum(p.numel() for p in model.parameters())), ('timm', lambda: ema.update(model))]\n"
-        f"    times = b.measure(sides, {rounds}); found[name] = times['timm'] / times['limit']\n"
-        "print(json.dumps(found))\n"
-    )
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # What a run has to reach: case -> side -> largest ratio to the limit.
@@ -157,35 +160,69 @@ TARGETS = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
-    parser.add_argument("--only", help="run the cases whose name contains this")
-    parser.add_argument("--timm-python", help="a Python that has timm and torch")
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    cases: dict[str, Callable[[], dict[str, float]]] = {
-        "six large, fp32": lambda: plain_case(six_large(), arguments.rounds, torch.float32, True),
-        "ViT-B, fp32": lambda: plain_case(vit_base(), arguments.rounds, torch.float32, True),
-        "ViT-B, bf16 live": lambda: plain_case(vit_base(), arguments.rounds, torch.bfloat16, True),
-        "3000 small, fp32": lambda: plain_case(small(), arguments.rounds * 3, torch.float32, False),
-        "400 tiny DTensors": lambda: dtensor_case(arguments.rounds),
-    }
-    results = {name: case() for name, case in cases.items() if not arguments.only or arguments.only in name}
-    if arguments.timm_python:
-        for name, ratio in timm_case(arguments.timm_python, arguments.rounds).items():
-            results.setdefault(f"{name}, fp32", {})["timm ModelEmaV3"] = ratio
-    print_table(results)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.platform()}
-    (arguments.out / "update.json").write_text(json.dumps({"machine": machine, "ratios": results}, indent=1))
-    missed = [
+OURS, COMPILED = "fsdp_ema_lib", "fsdp_ema_lib, compile=True"
+PEERS = ("torch AveragedModel", "ema-pytorch", "diffusers EMAModel", "timm ModelEmaV3")
+
+
+def misses(results: dict[str, dict[str, float]]) -> list[str]:
+    """What was to be reached and was not, a sentence each."""
+    lines = [
         f"{case}: {side} took {results[case][side]:.2f} x the limit, at most {most} was to be reached"
         for case, sides in TARGETS.items()
         for side, most in sides.items()
         if case in results and results[case][side] > most
     ]
+    for case, row in results.items():
+        fastest = min((row[peer] for peer in PEERS if peer in row), default=None)
+        if fastest is None:
+            continue
+        # On large tensors every eager library waits for memory: there it is enough to be as fast as the fastest.
+        allowed = fastest * 1.03 if COMPILED in row else fastest
+        if row[OURS] > allowed:
+            lines.append(f"{case}: {OURS} took {row[OURS]:.2f} x the limit, the fastest other library {fastest:.2f}")
+        if row.get(COMPILED, 0.0) > fastest:
+            lines.append(f"{case}: {COMPILED} took {row[COMPILED]:.2f}, the fastest other library {fastest:.2f}")
+    return lines
+
+
+def machine() -> dict[str, object]:
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
+        "system": platform.platform(),
+        "load when started": os.getloadavg()[0],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
+    parser.add_argument("--only", help="run the cases whose name contains this")
+    arguments = parser.parse_args()
+    found = machine()
+    print(", ".join(f"{name}: {value}" for name, value in found.items()), file=sys.stderr)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rounds = arguments.rounds
+    cases: dict[str, Callable[[], dict[str, float]]] = {
+        "six large, fp32": lambda: plain_case(six_large(), rounds, torch.float32, True),
+        "ViT-B, fp32": lambda: plain_case(vit_base(), rounds, torch.float32, True),
+        "ViT-B, bf16 live": lambda: plain_case(vit_base(), rounds, torch.bfloat16, True),
+        "3000 small, fp32": lambda: plain_case(small(), rounds * 3, torch.float32, False),
+        "400 tiny DTensors": lambda: dtensor_case(rounds * 5),
+    }
+    results: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        if not arguments.only or arguments.only in name:
+            print(f"measuring: {name}", file=sys.stderr)
+            results[name] = case()
+    print_table(results)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    missed = misses(results)
+    report = {"machine": found, "ratios": results, "missed": missed}
+    (arguments.out / "update.json").write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(missed) or "every target was reached")
     dist.destroy_process_group()
     return 1 if missed else 0
