@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,18 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "savefig.dpi": 120,
+    "svg.hashsalt": "fsdp_ema_lib",  # else the ids in an SVG are other ones every time
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
 }
+_STYLING = threading.RLock()
 
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
     """Draw in the house style inside the block, and leave matplotlib's settings as they were after it.
+
+    The settings belong to the process, so one thread at a time is inside; the others wait.
 
     Example:
         >>> with style():
@@ -65,47 +70,53 @@ def style() -> Iterator[None]:
     """
     # Not `rc_context`, which puts back every setting: a notebook's first figure starts the inline backend, and that
     # makes pyplot interactive. Undone, no later figure of the notebook would show.
-    before = {key: matplotlib.rcParams[key] for key in _STYLE}
-    matplotlib.rcParams.update(_STYLE)
-    try:
-        yield
-    finally:
-        matplotlib.rcParams.update(before)
+    with _STYLING:
+        before = {key: matplotlib.rcParams[key] for key in _STYLE}
+        matplotlib.rcParams.update(_STYLE)
+        try:
+            yield
+        finally:
+            matplotlib.rcParams.update(before)
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> Path:
-    """Write a figure as `folder/name.png` (120 dpi) and return the path; the folder is made if missing.
+    """Write a figure as `folder/name.png` (120 dpi, for the screen) and `folder/name.svg` (for print).
 
     The same data drawn anew give the same bytes. The figure stays open, so a notebook shows it when the cell ends;
     naming it on the cell's last line as well would show it twice.
 
     Args:
         figure: the figure to write.
-        folder: where the file goes.
+        folder: where the files go; made if missing.
         name: file name, with or without ".png"; no folders in it.
 
+    Returns:
+        The path of the PNG.
+
     Raises:
-        ValueError: `name` is empty, holds a path separator, or has another suffix than ".png".
+        ValueError: `name` is empty, holds a path separator, or has the suffix of another kind of picture.
 
     Example:
         >>> import tempfile
         >>> figure = loss_curve([3.0, 2.0, 1.5])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(figure, folder, "loss").name
-        'loss.png'
+        ...     save(figure, folder, "loss").name, sorted(path.name for path in Path(folder).iterdir())
+        ('loss.png', ['loss.png', 'loss.svg'])
         >>> plt.close(figure)
     """
     stem = name.removesuffix(".png")
     if not stem or Path(stem).name != stem or Path(stem).suffix in {".pdf", ".svg", ".jpg", ".jpeg"}:
         raise ValueError(
             f'name must be a plain file name such as "loss" or "loss.png", got {name!r}. '
-            "Give the directory as `folder`; figures are written as PNG."
+            "Give the directory as `folder`; figures are written as PNG and as SVG."
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.png"
-    # The Software entry would put matplotlib's version into the file.
+    # Without what matplotlib would add by itself: its version, the time.
     figure.savefig(path, dpi=_STYLE["savefig.dpi"], metadata={"Software": None})
+    with style():  # for the ids in the SVG
+        figure.savefig(path.with_suffix(".svg"), metadata={"Creator": None, "Date": None})
     return path
 
 
@@ -138,7 +149,7 @@ def loss_curve(losses: Sequence[float], *, window: int = 50, title: str = "Train
     Example:
         >>> figure = loss_curve([2.0, 1.0, 1.0], window=2)
         >>> [line.get_label() for line in figure.axes[0].lines]
-        ['each step', 'mean of the last 2 steps']
+        ['loss of each step', 'mean of the last 2 steps']
         >>> plt.close(figure)
     """
     values = np.asarray(losses, dtype=np.float64)
@@ -146,15 +157,22 @@ def loss_curve(losses: Sequence[float], *, window: int = 50, title: str = "Train
         raise ValueError(f"losses must be a sequence of at least one number, got shape {values.shape}")
     if window < 1:
         raise ValueError(f"window must be at least 1 step, got {window}")
-    steps = np.arange(1, len(values) + 1)
     with style():
         figure, axes = plt.subplots()
-        axes.plot(steps, values, color=OKABE_ITO[5], alpha=0.45, linewidth=0.7, label="each step")
-        axes.plot(steps, trailing_mean(values, window), color=OKABE_ITO[0], label=f"mean of the last {window} steps")
-        axes.set(xlabel="step", ylabel="loss", title=title)
-        axes.set_ylim(*_robust_limits(values))
+        _draw_losses(axes, values, window)
+        axes.set(title=title)
         axes.legend(loc="upper right")
     return figure
+
+
+def _draw_losses(axes: Axes, values: np.ndarray, window: int) -> None:
+    steps = np.arange(1, len(values) + 1)
+    # Black: the loss is that of the live weights.
+    axes.plot(steps, values, color="0.7", linewidth=0.7, label="loss of each step")
+    axes.plot(steps, trailing_mean(values, window), color=LIVE_COLOR, label=f"mean of the last {window} steps")
+    axes.set(xlabel="optimizer step", ylabel="loss (mean squared error)")
+    if len(values):
+        axes.set_ylim(*_robust_limits(values))
 
 
 def trailing_mean(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
@@ -199,26 +217,27 @@ def metric_over_training(
         >>> plt.close(figure)
     """
     _check_series(steps, series)
-    colors = series_colors(list(series))
-    averages = [name for name in series if name != "live"]
     with style():
         figure, axes = plt.subplots()
-        for name, values in series.items():
-            # Past the end of the color cycle the line style tells the series apart.
-            rounds = averages.index(name) // (len(OKABE_ITO) - 1) if name in averages else 0
-            line = _LINE_STYLES[rounds % len(_LINE_STYLES)]
-            axes.plot(steps, values, line, color=colors[name], label=name, marker="o", markersize=3.5)
+        _draw_series(axes, steps, series)
         if reference is not None:
             label, value = reference
             axes.axhline(value, color="0.45", linestyle="--", linewidth=1.2, label=label)
         if log:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(xlabel="step", ylabel=ylabel, title=title)
+            plain_log_axis(axes)
+        axes.set(xlabel="optimizer step", ylabel=ylabel, title=title)
         _legend_beside(figure, axes)
     return figure
+
+
+def _draw_series(axes: Axes, steps: Sequence[int], series: Mapping[str, Sequence[float]]) -> None:
+    colors = series_colors(list(series))
+    averages = [name for name in series if name != "live"]
+    for name, values in series.items():
+        # Past the end of the color cycle the line style tells the series apart.
+        rounds = averages.index(name) // (len(OKABE_ITO) - 1) if name in averages else 0
+        line = _LINE_STYLES[rounds % len(_LINE_STYLES)]
+        axes.plot(steps, values, line, color=colors[name], label=name, marker="o", markersize=3.5)
 
 
 def distance_to_live(
@@ -292,6 +311,79 @@ def sample_grid(
     return figure
 
 
+def training_progress(
+    losses: Sequence[float],
+    steps: Sequence[int],
+    distances: Mapping[str, Sequence[float]],
+    frechet: Mapping[str, Sequence[float]],
+    images: Mapping[str, Any],
+    *,
+    total_steps: int,
+    reference: tuple[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw a training so far on one page: loss, distance to the live weights, Frechet distance, and what they draw.
+
+    Any of the data may be empty: nothing was measured yet. The figure is no pyplot figure, so any thread may draw one,
+    and a notebook shows it where a cell ends with it.
+
+    Args:
+        losses: of every step so far.
+        steps: at which the rest was measured.
+        distances: name of an average to its relative distance to the live weights at those steps.
+        frechet: name of the weights to their Frechet distance at those steps; "live" is drawn in black.
+        images: name to what these weights draw now, shape (n, height, width), for at most two sets of weights.
+        total_steps: where the horizontal axes end.
+        reference: label and value of a horizontal line in the panel of Frechet distances.
+        title: over all of it.
+
+    Raises:
+        ValueError: a series of another length than `steps`, or more than two sets of images.
+
+    Example:
+        >>> images = {"live": np.zeros((4, 8, 8)), "EMA": np.zeros((4, 8, 8))}
+        >>> figure = training_progress([2.0, 1.0], [2], {"EMA": [0.1]}, {"live": [9.0], "EMA": [8.0]}, images,
+        ...                            total_steps=10)
+        >>> [axes.get_title(loc="left") for axes in figure.axes]
+        ['Loss', 'Distance to live', 'Frechet distance', 'live draws', 'EMA draws']
+    """
+    if len(images) > 2:
+        raise ValueError(f"images: there is room for two sets of weights, got {', '.join(images)}")
+    for series in (distances, frechet):
+        _check_series(steps, series, or_none=True)
+    with style():
+        figure = Figure(figsize=(9.6, 6.4))
+        grid = figure.add_gridspec(2, 4)
+        loss, apart, quality = (figure.add_subplot(cells) for cells in (grid[0, :2], grid[0, 2:], grid[1, :2]))
+        _draw_losses(loss, np.asarray(losses, dtype=np.float64), 50)
+        _draw_series(apart, steps, distances)
+        _draw_series(quality, steps, frechet)
+        if reference is not None:
+            quality.axhline(reference[1], color="0.45", linestyle="--", linewidth=1.2, label=reference[0])
+        loss.set(title="Loss")
+        apart.set(title="Distance to live", xlabel="optimizer step", ylabel="||average - live|| / ||live||")
+        quality.set(title="Frechet distance", xlabel="optimizer step", ylabel="distance (lower is better)")
+        for axes in (apart, quality):
+            if axes.lines:
+                plain_log_axis(axes)
+        for axes in (loss, apart, quality):
+            axes.set_xlim(0, total_steps)
+        for column, (name, batch) in enumerate(images.items(), start=2):
+            axes = figure.add_subplot(grid[1, column])
+            axes.imshow(_tile(name, batch, 4, -1.0), vmin=-1.0, vmax=1.0)
+            axes.set_title(f"{name} draws")
+            axes.set_axis_off()
+        if title:
+            figure.suptitle(title, x=0.01, ha="left")
+        found = {
+            label: handle
+            for axes in (loss, quality)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=5)
+    return figure
+
+
 def _tile(name: str, batch: Any, columns: int, background: float) -> np.ndarray:
     """One picture of a batch (n, height, width), row by row, a background pixel between the images."""
     pixels = np.asarray(batch.detach().cpu() if hasattr(batch, "detach") else batch, dtype=np.float64)
@@ -306,8 +398,8 @@ def _tile(name: str, batch: Any, columns: int, background: float) -> np.ndarray:
     return picture
 
 
-def _check_series(steps: Sequence[int], series: Mapping[str, Sequence[float]]) -> None:
-    if not series:
+def _check_series(steps: Sequence[int], series: Mapping[str, Sequence[float]], *, or_none: bool = False) -> None:
+    if not series and not or_none:
         raise ValueError("series must hold at least one line to draw, got none")
     wrong = {name: len(values) for name, values in series.items() if len(values) != len(steps)}
     if wrong:
@@ -319,6 +411,22 @@ def _legend_beside(figure: Figure, axes: Axes) -> None:
     """A legend right of the axes never hides a curve; constrained layout makes room for it."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
+
+
+def plain_log_axis(axes: Axes, *, subs: Sequence[float] = (1, 2, 5)) -> None:
+    """Make the vertical axis logarithmic, with plain numbers at these multiples of the powers of ten.
+
+    Example:
+        >>> figure, axes = plt.subplots()
+        >>> plain_log_axis(axes)
+        >>> axes.get_yscale(), axes.yaxis.get_major_formatter()(0.05)
+        ('log', '0.05')
+        >>> plt.close(figure)
+    """
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _robust_limits(values: np.ndarray) -> tuple[float, float]:

@@ -1,6 +1,8 @@
 import os
 import subprocess
 import sys
+import threading
+from xml.etree import ElementTree
 
 import matplotlib
 
@@ -31,7 +33,23 @@ def all_figures():
         ),
         "distance": plots.distance_to_live(STEPS, {name: SERIES[name] for name in ("EMA 0.9", "EMA 0.99")}),
         "grid": plots.sample_grid({name: torch.zeros(25, 8, 8) for name in ("live", "a", "b", "c")}, title="Samples"),
+        "progress": progress(),
+        "progress before": plots.training_progress([], [], {}, {}, {}, total_steps=100),
     }
+
+
+def progress():
+    pair = {name: SERIES[name] for name in ("live", "EMA 0.9")}
+    return plots.training_progress(
+        np.linspace(2, 0.5, 750),
+        STEPS,
+        {"EMA 0.9": [0.1, 0.2, 0.3]},
+        pair,
+        {name: torch.zeros(20, 8, 8) for name in pair},
+        total_steps=1000,
+        reference=("real digits", 3.0),
+        title="Some training",
+    )
 
 
 def test_style_changes_nothing_outside_its_block():
@@ -87,9 +105,71 @@ def test_save_makes_the_folder_and_returns_the_path_of_a_png_at_120_dpi(tmp_path
 
 
 def test_drawing_again_gives_the_same_bytes(tmp_path):
-    one = {name: plots.save(figure, tmp_path / "1", name).read_bytes() for name, figure in all_figures().items()}
-    two = {name: plots.save(figure, tmp_path / "2", name).read_bytes() for name, figure in all_figures().items()}
+    for folder in ("1", "2"):
+        for name, figure in all_figures().items():
+            plots.save(figure, tmp_path / folder, name)
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} for folder in ("1", "2"))
     assert one == two
+    assert set(one) == {f"{name}.{suffix}" for name in all_figures() for suffix in ("png", "svg")}
+
+
+def test_the_svg_is_vectors_of_the_size_of_the_figure(tmp_path):
+    figure = plots.loss_curve([1.0, 0.5])
+    root = ElementTree.parse(plots.save(figure, tmp_path, "loss").with_suffix(".svg")).getroot()
+    width, height = figure.get_size_inches() * 72
+    assert [float(root.get(side).removesuffix("pt")) for side in ("width", "height")] == pytest.approx([width, height])
+    kinds = {element.tag.split("}")[1] for element in root.iter()}
+    assert "path" in kinds and "image" not in kinds
+
+
+def test_every_axis_has_a_label():
+    for name, figure in all_figures().items():
+        for axes in figure.axes:
+            if axes.axison:  # a grid of pictures has none
+                assert axes.get_xlabel() and axes.get_ylabel(), name
+    assert sum(axes.axison for axes in all_figures()["progress"].axes) == 3
+
+
+def test_one_thread_at_a_time_is_in_the_style():
+    """Two that overlap would leave the house's settings behind: each puts back what it found."""
+    before, inside, leave = dict(matplotlib.rcParams), threading.Event(), threading.Event()
+
+    def stay():
+        with plots.style():
+            inside.set()
+            leave.wait(60)
+
+    def pass_through():
+        with plots.style():
+            pass
+
+    first, second = threading.Thread(target=stay), threading.Thread(target=pass_through)
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    second.join(0.05)
+    assert second.is_alive(), "the second thread did not wait for the first"
+    leave.set()
+    first.join(60)
+    second.join(60)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_training_progress_draws_what_it_is_given():
+    loss, apart, quality, live, average = progress().axes
+    assert len(loss.lines[0].get_ydata()) == 750
+    assert {line.get_label(): list(line.get_ydata()) for line in apart.lines} == {"EMA 0.9": [0.1, 0.2, 0.3]}
+    drawn = {line.get_label(): list(line.get_ydata()) for line in quality.lines}
+    assert drawn == {"live": SERIES["live"], "EMA 0.9": SERIES["EMA 0.9"], "real digits": [3.0, 3.0]}
+    assert [axes.get_title(loc="left") for axes in (live, average)] == ["live draws", "EMA 0.9 draws"]
+    assert loss.get_xlim() == apart.get_xlim() == quality.get_xlim() == (0, 1000)
+
+
+def test_training_progress_has_room_for_two_sets_of_images_and_wants_series_of_one_length():
+    with pytest.raises(ValueError, match="room for two sets of weights, got a, b, c"):
+        plots.training_progress([], [], {}, {}, dict.fromkeys("abc"), total_steps=1)
+    with pytest.raises(ValueError, match=r"each of the 2 steps, got live: 1"):
+        plots.training_progress([], [1, 2], {}, {"live": [1.0]}, {}, total_steps=1)
 
 
 @pytest.mark.parametrize("name", ["", ".png", "a/b", "../loss", "loss.svg"])
@@ -100,10 +180,10 @@ def test_save_refuses_a_name_that_is_no_plain_file_name(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["loss", "metric", "distance", "grid"])
+@pytest.mark.parametrize("name", ["loss", "metric", "distance", "grid", "progress", "progress before"])
 def test_nothing_sticks_out_of_the_figure_or_covers_the_axes(name):
     figure = all_figures()[name]
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     frame = figure.bbox
     for axes in figure.axes:
         box = axes.get_tightbbox()
