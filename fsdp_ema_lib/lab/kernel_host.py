@@ -9,6 +9,7 @@ the process that asked for the run is gone, and this one takes its kernel down w
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 MARK = "FSDP_EMA_RUN"
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def marked_environment(mark: str) -> dict[str, str]:
@@ -113,16 +115,26 @@ def _execute(job: dict[str, Any], report: Callable[..., None]) -> None:
             raise RuntimeError(f"cell {number} did not run: an earlier cell ended the kernel")
 
 
-def _brief(error: BaseException, cell_timeout: float) -> str:
+def _brief(error: BaseException, job: dict[str, Any]) -> str:
     """One line for the summary; the traceback is in the log."""
     name = type(error).__name__
     if name == "PapermillExecutionError":
         return f"In [{error.exec_count}]: {error.ename}: {error.evalue}"  # type: ignore[attr-defined]
     if name == "CellTimeoutError":
-        return f"a cell ran longer than the limit of {cell_timeout:g} s for one cell"
+        return f"a cell ran longer than the limit of {job['cell_timeout']:g} s for one cell"
     if name == "DeadKernelError":
         return "the kernel died"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or job['executed']}"
     return f"{name}: {error}"
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback of the cell that failed, else of what went wrong outside the cells, without colours."""
+    if type(error).__name__ in ("CellTimeoutError", "DeadKernelError"):
+        return str(error)  # where papermill noticed it tells nothing
+    lines = getattr(error, "traceback", None) or traceback.format_exception(error)
+    return ANSI.sub("", "\n".join(line.rstrip("\n") for line in lines))
 
 
 def main() -> int:
@@ -139,8 +151,9 @@ def main() -> int:
         try:
             _execute(job, report)
         except Exception as error:
+            # Before the log: the disk that the log is on may be what is full.
+            report(error=_brief(error, job), traceback=_traceback(error))
             traceback.print_exc()
-            report(error=_brief(error, job["cell_timeout"]))
             return 1
     return 0
 

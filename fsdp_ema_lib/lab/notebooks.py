@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tokenize
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -367,6 +367,42 @@ def parse_assignment(info: NotebookInfo, text: str) -> tuple[str, Any]:
     if parameter is not None and isinstance(parameter.default, str) and not isinstance(value, str):
         value = raw
     return name, value
+
+
+RANK_PARAMETERS = ("ranks", "world_size", "world_sizes")
+
+
+def ranks_assignment(info: NotebookInfo, counts: Sequence[str]) -> str:
+    """Turn numbers of ranks into an assignment to the parameter that the notebook takes them by.
+
+    A notebook starts its ranks itself, so their number is a parameter of it: `ranks`, `world_size`, or a list
+    `world_sizes`, of which each number becomes a list of its own.
+
+    Args:
+        info: from `inspect_notebook`.
+        counts: one number, or several to sweep over, as typed.
+
+    Raises:
+        NotebookError: the notebook has none of these parameters, or a count is not a whole number above 0.
+
+    Example:
+        >>> ranks_assignment(inspect_notebook(find_notebook("01")), ["4"])
+        'ranks=4'
+        >>> ranks_assignment(inspect_notebook(find_notebook("05")), ["2", "4"])
+        'world_sizes=[2],[4]'
+    """
+    for count in counts:
+        if not (count.isascii() and count.isdigit() and int(count) > 0):
+            raise NotebookError(f"--ranks: expected a whole number above 0, found {count!r}")
+    for name in RANK_PARAMETERS:
+        if name in (info.parameters or {}):
+            as_list = isinstance(info.parameters[name].default, list)
+            return f"{name}=" + ",".join(f"[{count}]" if as_list else count for count in counts)
+    names = f"{', '.join(RANK_PARAMETERS[:-1])} or {RANK_PARAMETERS[-1]}"
+    raise NotebookError(
+        f"--ranks: {info.stem} has no parameter {names}: it works in one process. "
+        "Leave --ranks out, or choose a notebook that starts ranks (fsdp-ema list shows them)."
+    )
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map"}

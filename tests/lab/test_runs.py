@@ -1,17 +1,22 @@
 import json
 import math
 import os
+import platform
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
+import torch
 
+import fsdp_ema_lib
 from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
-from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, hidden_errors, load_result, run_notebook
+from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, Stop, hidden_errors, load_result, run_notebook
 
 # Deaf to everything but SIGKILL, as a kernel stuck in a library call is.
 DEAF = """\
@@ -64,6 +69,13 @@ def test_a_good_run_gets_typed_parameters_and_leaves_results_and_no_process(make
     assert result.claims == {"it ran": True, "it flew": False}
     assert result.parameters == typed
     assert load_result(folder) == result
+    assert result.settings == {"device": "auto", **typed}
+    assert result.versions == {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fsdp_ema_lib": fsdp_ema_lib.__version__,
+    }
+    assert result.commit == "", "not in a repository"
     assert 0 < result.seconds < 100
     assert (folder / "mine.png").exists(), "no run had been here before, so this belongs to someone"
 
@@ -91,6 +103,8 @@ def test_what_goes_wrong_is_said_and_ended(make_notebook, tmp_path, no_orphans, 
     assert result.status == status
     assert error in result.error
     assert json.loads((folder / RESULT_FILE).read_text())["status"] == status
+    assert (error.split(": ")[-1] in result.traceback) == ("Error" in error or "did not run" in error), result.traceback
+    assert "\x1b" not in result.traceback
     assert (folder / LOG_FILE).is_file()
 
 
@@ -108,7 +122,7 @@ def test_a_killed_runner_takes_the_kernel_with_it(make_notebook, tmp_path, no_or
     runner.send_signal(signal.SIGKILL)
     runner.wait()
     assert psutil.wait_procs([kernel], timeout=20)[1] == []
-    assert load_result(tmp_path / "results") is None, "a run that was never finished has no verdict"
+    assert load_result(tmp_path / "results").status == "unfinished", "nobody was left to say how it ended"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +160,81 @@ def test_a_folder_that_is_a_file_or_holds_the_notebook_is_refused(make_notebook,
     assert path.read_bytes() == before
 
 
+def test_a_notebook_that_is_gone_is_named(make_notebook, tmp_path):
+    path = make_notebook("1")
+    info = inspect_notebook(path)
+    executed = tmp_path / "results" / path.name
+    executed.parent.mkdir()
+    path.rename(executed)  # what an earlier run left lies there still
+    with pytest.raises(NotebookError, match=f"{path}: no such notebook"):
+        run_notebook(info, {}, executed.parent)
+    assert executed.exists()
+
+
+def test_two_runners_do_not_write_to_one_folder(make_notebook, tmp_path):
+    path, folder = make_notebook("1"), tmp_path / "results"
+    folder.mkdir()
+    hold = "import sys, pathlib; from fsdp_ema_lib.directory_lock import DirectoryLock as L; "
+    hold += "lock = L(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(NotebookError, match=f"results: in use by another job .*pid {holder.pid}"):
+        run(path, folder)
+    holder.communicate("\n")
+
+
+def test_a_run_in_another_thread_can_be_stopped(make_notebook, tmp_path, no_orphans):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path = make_notebook(f"import pathlib; pathlib.Path({str(fifo)!r}).write_text('here')", DEAF)
+    results = []
+    with Stop() as stop:
+        thread = threading.Thread(target=lambda: results.append(run(path, tmp_path / "results", stop=stop)))
+        thread.start()
+        assert fifo.read_text() == "here"
+        stop.set()
+        thread.join(timeout=30)
+    assert [result.status for result in results] == ["interrupted"]
+    assert load_result(tmp_path / "results").status == "interrupted"
+
+
+def test_a_full_disk_is_said_in_a_line(make_notebook, tmp_path, no_orphans):
+    # A limit for the size of a file meets a write as a full disk does, and children inherit it.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        result = run(make_notebook("print('x' * 50_000)"), tmp_path / "results")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.status == "failed"
+    assert result.error == f"File too large: {tmp_path}/results/09_small.ipynb"
+    assert load_result(tmp_path / "results") == result
+
+
+def test_a_disk_too_full_for_the_verdict_fails_the_run(make_notebook, tmp_path, no_orphans):
+    path, limits = make_notebook("1"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        result = run(path, tmp_path / "results")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.status == "failed"
+    assert result.error.count("File too large") == 2 and "its result could not be recorded" in result.error
+    assert load_result(tmp_path / "results") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"notebook": "09_small"}', '{"status": "passed", "more": 1}'])
+def test_a_damaged_record_is_no_verdict(tmp_path, text):
+    (tmp_path / RESULT_FILE).write_text(text)
+    assert load_result(tmp_path) is None
+
+
 def test_what_an_earlier_run_left_does_not_pass_for_the_result_of_this_one(make_notebook, tmp_path, no_orphans):
     folder = tmp_path / "results"
     folder.mkdir()
-    stale = [folder / name for name in (RESULT_FILE, "metrics.json", "curve.png")]
+    stale = [folder / name for name in (RESULT_FILE, "metrics.json", "curve.png", "curve.svg", "09_small.html")]
     for path in stale:
         path.write_text('{"claims": {"it ran": true}}')
     assert run(make_notebook("1 / 0"), folder).claims == {}
