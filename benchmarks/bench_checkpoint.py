@@ -1,17 +1,26 @@
-"""What checkpoints cost, against torch.distributed.checkpoint and a memory copy: python benchmarks/bench_checkpoint.py
+"""What checkpoints cost, against torch.distributed.checkpoint and a memory copy, all sides interleaved in one run.
 
-Each ratio is of medians of runs that took turns. Memory is the rise of a rank's peak resident set over what it had.
+    python benchmarks/bench_checkpoint.py --repeats 7 --out outputs/bench
+
+Both sides save the same entries, flushed to disk, to a directory that does not exist yet; what they wrote is removed
+outside of the measured time. A ratio is the median over the turns of the ratio within a turn. Memory is the rise of a
+rank's peak resident set over what it had. Processor time is rank 0's.
 """
 
 import argparse
+import ctypes
+import gc
 import json
+import os
+import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +41,28 @@ from fsdp_ema_lib.ema_state import local_of
 from fsdp_ema_lib.safetensors_io import export_safetensors
 
 MIB = 1 << 20
+KINDS = ("FSDP1", "FSDP2")
+
+# What a run has to reach. Export: MiB above the largest unit. Times: (what, against what) -> largest ratio.
+EXPORT_TARGET = 128
+TARGETS = {
+    ("save, no checksums", "dcp.save"): 1.3,
+    ("save", "save, no checksums"): 1.3,
+    ("load", "dcp.load"): 1.3,
+    ("verified load", "load"): 1.3,
+    ("async save, blocked", "memory copy"): 1.3,
+}
 
 
-def build(kind: str, blocks: int, width: int) -> nn.Module:
+class Cost(NamedTuple):
+    """Seconds by the clock, and of rank 0's processor time."""
+
+    wall: float
+    cpu: float
+
+
+def build(kind: str, blocks: int, mebibytes: int) -> nn.Module:
+    width = round((mebibytes * MIB / 4 / blocks) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(blocks)))
     if kind == "FSDP2":
         for block in model:
@@ -54,43 +82,46 @@ def resident(key: str) -> int:
 
 def peak_rise(work: Callable[[], Any]) -> float:
     """MiB by which the peak rises over the present."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide a part of the rise
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     work()
     return (resident("VmHWM") - before) / MIB
 
 
-def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taking turns in changing order; the first turn is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(repeats + 1):
-        order = list(works)[turn % len(works) :] + list(works)[: turn % len(works)]
-        for name in order:
-            took = works[name]()
-            if turn:
-                seconds[name].append(took)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def timed(work: Callable[[], Any]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
-def measure_export(kind: str, folder: Path, megabytes: int) -> dict[str, float]:
-    blocks, width = 16, round((megabytes * MIB / 4 / 16) ** 0.5)
-    model = build(kind, blocks, width)
+def measure_export(kind: str, folder: Path, mebibytes: int, blocks: int) -> dict[str, float]:
+    """The rise on every rank, and the limit."""
+    model = build(kind, blocks, mebibytes)
     ema = EMA_FSDP(model)
     rise = peak_rise(lambda: export_safetensors(folder / "full.safetensors", ema, model))
+    rises: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(rises, rise)
+    unit = mebibytes / blocks
+    return {"unit": unit, "limit": unit + EXPORT_TARGET} | {f"rank {rank}": rise for rank, rise in enumerate(rises)}
+
+
+def timed(work: Callable[[], Any]) -> Cost:
     dist.barrier()
-    return {"peak_rise_mib": rise, "largest_unit_mib": width * width * 4 / MIB, "model_mib": megabytes}
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    dist.barrier()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def measure_times(kind: str, folder: Path, megabytes: int, repeats: int) -> dict[str, float]:
-    model = build(kind, 8, round((megabytes * MIB / 4 / 8) ** 0.5))
+def interleaved(works: dict[str, Callable[[], Cost]], repeats: int) -> dict[str, list[Cost]]:
+    """What each cost at each turn, forwards at one turn and backwards at the next; the first two do not count."""
+    costs: dict[str, list[Cost]] = {name: [] for name in works}
+    for turn in range(repeats + 2):
+        for name in list(works)[:: 1 if turn % 2 else -1]:
+            cost = works[name]()
+            if turn > 1:
+                costs[name].append(cost)
+    return costs
+
+
+def measure_times(kind: str, folder: Path, mebibytes: int, repeats: int) -> dict[str, list[Cost]]:
+    model = build(kind, 8, mebibytes)
     ema = EMA_FSDP(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -99,65 +130,91 @@ def measure_times(kind: str, folder: Path, megabytes: int, repeats: int) -> dict
     entries = checkpoint_state.contents(Parts(model, optimizer, {"0": ema}, random=False)).entries
     state = {"model": model, "optimizer": optimizer, "ema": ema}
     managers = {
-        "sealed": CheckpointManager(folder / "sealed", keep=1),
-        "unsealed": CheckpointManager(folder / "unsealed", keep=1, checksums=False),
-        "async": CheckpointManager(folder / "async", keep=1, async_save=True),
+        "save": CheckpointManager(folder / "sealed", keep=None),
+        "save, no checksums": CheckpointManager(folder / "unsealed", keep=None, checksums=False),
+        "async save, blocked": CheckpointManager(folder / "async", keep=None, async_save=True),
     }
-    steps = iter(range(10**6))
+    steps = iter(range(1, 10**6))
 
-    def plain_save() -> None:
-        save({"all": entries}, storage_writer=FileSystemWriter(folder / "plain", sync_files=True))
-
-    def plain_load() -> None:
-        load({"all": entries}, storage_reader=FileSystemReader(folder / "plain"))
-
-    def fresh_plain() -> float:
+    def fresh(work: Callable[[], Any], *written: Path) -> Cost:
+        """The cost of a save that finds no older files and a disk that has nothing else to write."""
         if dist.get_rank() == 0:
-            shutil.rmtree(folder / "plain", ignore_errors=True)
-        return timed(plain_save)
+            os.sync()
+        cost = timed(work)
+        if dist.get_rank() == 0:
+            for path in written:
+                shutil.rmtree(path)
+        return cost
 
-    def ours(name: str) -> float:
+    def plain_save(path: Path) -> None:
+        save({"all": entries}, storage_writer=FileSystemWriter(path))
+
+    def ours(name: str) -> Cost:
         step = next(steps)
-        return timed(lambda: managers[name].save(step, **state))
+        return fresh(lambda: managers[name].save(step, **state), managers[name].path_of(step))
 
-    def blocking() -> float:
-        managers["async"].wait()
-        return ours("async")
+    def blocking() -> Cost:
+        step, manager = next(steps), managers["async save, blocked"]
+        cost = timed(lambda: manager.save(step, **state))
+        manager.wait()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(manager.path_of(step))
+        return cost
 
-    def copied() -> float:
-        return timed(lambda: [local_of(entry).clone() for entry in entries.values() if isinstance(entry, torch.Tensor)])
-
-    buffers: dict[str, torch.Tensor] = {}
-    saves = interleaved(
-        {"dcp.save": fresh_plain, "unsealed": lambda: ours("unsealed"), "sealed": lambda: ours("sealed")}, repeats
-    )
-    loads = interleaved(
+    found = interleaved(
         {
-            "dcp.load": lambda: timed(plain_load),
-            "load": lambda: timed(lambda: managers["sealed"].load(**state)),
-            "verified": lambda: timed(lambda: managers["sealed"].load(**state, verify=True)),
+            "dcp.save": lambda: fresh(lambda: plain_save(folder / "plain"), folder / "plain"),
+            "save, no checksums": lambda: ours("save, no checksums"),
+            "save": lambda: ours("save"),
         },
         repeats,
     )
-    blocks = interleaved(
-        {"copy": copied, "staging": lambda: timed(lambda: staged(entries, buffers)), "async": blocking}, repeats
+    plain_save(folder / "plain")
+    managers["save"].save(0, **state)
+    found |= interleaved(
+        {
+            "dcp.load": lambda: timed(
+                lambda: load({"all": entries}, storage_reader=FileSystemReader(folder / "plain"))
+            ),
+            "load": lambda: timed(lambda: managers["save"].load(**state)),
+            "verified load": lambda: timed(lambda: managers["save"].load(**state, verify=True)),
+        },
+        repeats,
+    )
+    buffers: dict[str, torch.Tensor] = {}
+    tensors = [local_of(entry) for entry in entries.values() if isinstance(entry, torch.Tensor)]
+    found |= interleaved(
+        {
+            "memory copy": lambda: timed(lambda: [tensor.clone() for tensor in tensors]),
+            "staging": lambda: timed(lambda: staged(entries, buffers)),
+            "async save, blocked": blocking,
+        },
+        repeats,
     )
     for manager in managers.values():
         manager.close()
-    return saves | loads | blocks
+    return found
 
 
 def rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
-    for kind in ("FSDP1", "FSDP2"):
-        for what, measure in (
-            ("export", lambda place, kind=kind: measure_export(kind, place, options.export_mib)),
-            ("times", lambda place, kind=kind: measure_times(kind, place, options.times_mib, options.repeats)),
-        ):
-            place = Path(folder) / f"{kind}-{what}"
+    jobs: dict[str, Callable[[str, Path], Any]] = {}
+    if "export" in options.only:
+        jobs |= {
+            f"export in {blocks} units": lambda kind, place, blocks=blocks: measure_export(
+                kind, place, options.export_mib, blocks
+            )
+            for blocks in (16, 4)
+        }
+    if "times" in options.only:
+        jobs["times"] = lambda kind, place: measure_times(kind, place, options.times_mib, options.repeats)
+    for kind in KINDS:
+        for what, measure in jobs.items():
+            place = Path(folder) / f"{kind} {what}"
             place.mkdir(exist_ok=True)
-            found = measure(place)
+            found = measure(kind, place)
             dist.barrier()
             if rank == 0:
                 results.put((kind, what, found))
@@ -166,57 +223,88 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any)
     dist.destroy_process_group()
 
 
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The limits and what was measured, in Markdown."""
-    rows = ["| what | limit | FSDP1 | FSDP2 |", "| --- | --- | --- | --- |"]
+def ratio(times: dict[str, list[Cost]], what: str, against: str, clock: str = "wall") -> float:
+    pairs = zip(times[what], times[against], strict=True)
+    return statistics.median(getattr(above, clock) / getattr(below, clock) for above, below in pairs)
 
-    def row(what: str, limit: str, value: Callable[[str], str]) -> None:
-        rows.append(f"| {what} | {limit} | {value('FSDP1')} | {value('FSDP2')} |")
 
-    def ratio(above: str, below: str) -> Callable[[str], str]:
-        return lambda kind: f"{found[kind]['times'][above] / found[kind]['times'][below]:.2f}"
+def rows(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """What was measured -> kind -> number; a row of a target is judged by `missed`."""
+    table: dict[str, dict[str, float]] = {}
+    for kind, measured in found.items():
+        for what, numbers in measured.items():
+            if what != "times":
+                for rank in (key for key in numbers if key.startswith("rank")):
+                    table.setdefault(f"{what} of {numbers['unit']:.0f} MiB: peak rise on {rank}, MiB", {})[kind] = (
+                        numbers[rank]
+                    )
+                continue
+            for above, below in TARGETS:
+                table.setdefault(f"{above} / {below}", {})[kind] = ratio(numbers, above, below)
+                table.setdefault(f"the same in processor time: {above}", {})[kind] = ratio(numbers, above, below, "cpu")
+            for name, costs in numbers.items():
+                table.setdefault(f"{name}, s", {})[kind] = statistics.median(cost.wall for cost in costs)
+    return table
 
-    unit = found["FSDP1"]["export"]["largest_unit_mib"]
-    model = found["FSDP1"]["export"]["model_mib"]
-    rise = "peak_rise_mib"
-    row(
-        f"export of {model:.0f} MiB: peak rise on rank 0, MiB",
-        f"{unit + 128:.0f}",
-        lambda kind: f"{found[kind]['export'][rise]:.0f}",
+
+def missed(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Each target that was not reached, in words."""
+    lines = []
+    for kind, measured in found.items():
+        for what, numbers in measured.items():
+            if what != "times":
+                if numbers["rank 0"] > numbers["limit"]:
+                    lines.append(f"{kind}, {what}: rose by {numbers['rank 0']:.0f} MiB, limit {numbers['limit']:.0f}")
+                continue
+            for (above, below), most in TARGETS.items():
+                if (value := ratio(numbers, above, below)) > most:
+                    lines.append(f"{kind}: {above} took {value:.2f} x {below}, at most {most} was to be reached")
+    return lines
+
+
+def limit_of(row: str, found: dict[str, dict[str, Any]]) -> str:
+    targets = {f"{above} / {below}": str(most) for (above, below), most in TARGETS.items()}
+    exports = {what: numbers for measured in found.values() for what, numbers in measured.items() if what != "times"}
+    return targets.get(row) or next(
+        (f"{n['limit']:.0f}" for what, n in exports.items() if row.startswith(what) and "rank 0" in row), "-"
     )
-    row("save without checksums / dcp.save", "1.3", ratio("unsealed", "dcp.save"))
-    row("save with checksums / without", "1.3", ratio("sealed", "unsealed"))
-    row("load / dcp.load", "1.3", ratio("load", "dcp.load"))
-    row("verified load / load", "-", ratio("verified", "load"))
-    row("async save, blocked / memory copy", "1.3", ratio("async", "copy"))
-    row("dcp.save, s", "-", lambda kind: f"{found[kind]['times']['dcp.save']:.2f}")
-    row("dcp.load, s", "-", lambda kind: f"{found[kind]['times']['dcp.load']:.2f}")
-    row("memory copy, s", "-", lambda kind: f"{found[kind]['times']['copy']:.3f}")
-    return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def print_table(found: dict[str, dict[str, Any]]) -> None:
+    print("| what | limit | " + " | ".join(found) + " |")
+    print("| --- | --- |" + " --- |" * len(found))
+    for row, values in rows(found).items():
+        print(f"| {row} | {limit_of(row, found)} | " + " | ".join(f"{values[kind]:.3g}" for kind in found) + " |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--export-mib", type=int, default=1024, help="size of the exported fp32 model")
     parser.add_argument(
         "--times-mib", type=int, default=128, help="size of the saved fp32 model; the state is 4 times it"
     )
-    parser.add_argument("--folder", help="where to write; a temporary directory by default")
-    parser.add_argument("--json", help="also write the numbers here")
+    parser.add_argument("--only", nargs="+", choices=("export", "times"), default=["export", "times"])
+    parser.add_argument("--folder", help="where to write; the place decides what a flush costs (default: temporary)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
     options = parser.parse_args()
-    found: dict[str, dict[str, dict[str, float]]] = {"FSDP1": {}, "FSDP2": {}}
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(rank_main, (folder, options, results), nprocs=options.ranks)
         while not results.empty():
             kind, what, numbers = results.get()
             found[kind][what] = numbers
-    print(table(found))
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1))
+    print_table(found)
+    options.out.mkdir(parents=True, exist_ok=True)
+    machine = {"torch": torch.__version__, "processors": os.cpu_count(), "machine": platform.platform()}
+    text = json.dumps({"machine": machine, "rows": rows(found), "measured": found}, indent=1)
+    (options.out / "checkpoint.json").write_text(text)
+    lines = missed(found)
+    print("\n".join(lines) or "every target was reached", file=sys.stderr if lines else sys.stdout)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -31,14 +31,14 @@ def entries(layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.d
     return found
 
 
-@torch.no_grad()
 def stream(
     layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather local tensors one FSDP1 unit or one DTensor at a time: (name, full tensor) on rank 0, nothing elsewhere.
 
     Collective: every rank must iterate to the end. A tied tensor comes once under each of its names. What is yielded
-    may be a view of its unit: copy or write it before going on.
+    may be a view of its unit: copy or write it before going on. Not under a `no_grad` decorator, which on a generator
+    keeps what was yielded last while the next unit is gathered.
 
     Args:
         layout: of the model.
@@ -50,8 +50,10 @@ def stream(
         names[primary].append(name)
     for primary, full in layout.stream(locals_):
         tensor = full.to(_exported_dtype(layout, primary, full.dtype, export_dtype))
+        del full  # a name that outlives its turn would keep a unit alive while the next one is gathered
         for name in names[primary]:
             yield name, tensor
+        del tensor
 
 
 def collect(layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def collect(layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.d
     for name, tensor in stream(layout, locals_, export_dtype):
         primary = layout.primary[name]
         gathered[name] = gathered[primary] if primary in gathered else tensor.to("cpu", copy=True)
+        del tensor
     return {name: gathered[name] for name in layout.primary if name in gathered} if is_main_process() else {}
 
 

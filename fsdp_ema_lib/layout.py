@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as BlockShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -20,6 +22,8 @@ from torch.nn.parameter import is_lazy
 from fsdp_ema_lib.names import WRAPPER_SEGMENTS
 from fsdp_ema_lib.process_group import comm_device
 from fsdp_ema_lib.sharded_view import Piece, ShardedView, interval_boxes
+
+_MESSAGE_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -162,13 +166,31 @@ class MeshUnit(Unit):
 
     def gather(self, locals_: Mapping[str, Tensor], dst: int) -> Iterator[tuple[str, Tensor]]:
         for shard in self.shards:
-            if shard.name not in locals_:
-                continue
-            # CPU-offloaded shards of a GPU mesh have no collectives of their own.
-            local = locals_[shard.name].to(_mesh_device(shard.registered))
+            if shard.name in locals_:
+                yield from self._gather_one(shard, locals_[shard.name], dst)
+
+    def _gather_one(self, shard: MeshShard, local: Tensor, dst: int) -> Iterator[tuple[str, Tensor]]:
+        mesh, placements = shard.registered.device_mesh, shard.registered.placements
+        # CPU-offloaded shards of a GPU mesh have no communication of their own.
+        local = local.to(_mesh_device(shard.registered))
+        split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        if len(split) != 1 or not isinstance(cut := placements[split[0]], BlockShard):
             full = shard.view(local).full_tensor()
             if _rank() == dst:
                 yield shard.name, full
+            return
+        line = _line(mesh, split[0])
+        if dst not in line:
+            return
+        full = torch.empty(shard.shape if _rank() == dst else 0, dtype=local.dtype, device=local.device)
+        parts: dict[int, Tensor] = {}
+        if _rank() == dst:
+            for number, rank in enumerate(line):
+                length, start = cut.local_shard_size_and_offset(shard.shape[cut.dim], len(line), number)
+                parts[rank] = full.narrow(cut.dim, start, length)
+        _bring_together(local, parts, dst, mesh.get_group(split[0]))
+        if parts:
+            yield shard.name, full
 
     def groups(self) -> list[dist.ProcessGroup]:
         return list(self.shards[0].registered.device_mesh.get_all_groups())
@@ -294,16 +316,16 @@ class FlatUnit(Unit):
         dtype = locals_[wanted[0].name].dtype
         for shard in wanted:
             dtype = torch.promote_types(dtype, locals_[shard.name].dtype)
-        device = comm_device(self.group)
-        mine = torch.zeros(self.flat._sharded_size, dtype=dtype, device=device)
+        size, device = self.flat._sharded_size.numel(), comm_device(self.group)
+        full = torch.empty(len(members) * size if _rank() == dst else 0, dtype=dtype, device=device)
+        parts = dict(zip(members, full.split(size), strict=True)) if _rank() == dst else {}
+        mine = parts[dst] if parts else torch.zeros(size, dtype=dtype, device=device)
         for shard in wanted:
             self.slice(mine, shard.index).copy_(locals_[shard.name])
-        full = torch.empty(len(members) * mine.numel(), dtype=dtype, device=device) if _rank() == dst else None
-        dist.gather(mine, list(full.chunk(len(members))) if full is not None else None, dst=dst, group=self.group)
-        del mine
-        if full is not None:
-            parts = self.split(full)
-            yield from ((shard.name, parts[shard.index].to(locals_[shard.name].dtype)) for shard in wanted)
+        _bring_together(mine, parts, dst, self.group)
+        if parts:
+            whole = self.split(full)
+            yield from ((shard.name, whole[shard.index].to(locals_[shard.name].dtype)) for shard in wanted)
 
     def before_write(self) -> None:
         # FSDP1 keeps a root's all-gathered parameters after a forward without backward; it would use them again.
@@ -515,6 +537,43 @@ class Layout:
             yield from unit.gather(locals_, dst)
 
 
+def _bring_together(mine: Tensor, parts: Mapping[int, Tensor], dst: int, group: dist.ProcessGroup) -> None:
+    """Bring what each rank of a group holds to its place in a full tensor on global rank `dst`.
+
+    A gather would hold everything twice, in buffers of its own and in the full tensor. Here each message lands where it
+    belongs; where that place is not contiguous, by way of one message's worth of scratch.
+
+    Args:
+        mine: this rank's part; on `dst` it may be its place already.
+        parts: on `dst` global rank -> view of the full tensor, for every rank of the group; not read elsewhere.
+    """
+    if _rank() != dst:
+        for message in _messages(mine):
+            _transfer(dist.isend, message.contiguous(), dst, group)
+        return
+    for rank, part in parts.items():
+        if rank == dst:
+            part.copy_(mine)
+            continue
+        for place in _messages(part):
+            landing = place if place.is_contiguous() else torch.empty(place.shape, dtype=part.dtype, device=part.device)
+            _transfer(dist.irecv, landing, rank, group)
+            if landing is not place:
+                place.copy_(landing)
+
+
+def _messages(part: Tensor) -> Iterator[Tensor]:
+    """A part in blocks of rows of about `_MESSAGE_BYTES`: the same on the sender and the receiver."""
+    if part.numel():
+        yield from part.split(max(1, _MESSAGE_BYTES * len(part) // (part.numel() * part.itemsize)))
+
+
+def _transfer(operation: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    # As a batch, which on NCCL uses the group's communicator; a single send would make one for each pair of ranks.
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
+        work.wait()
+
+
 def _slots_of(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return owner._parameters, owner._buffers
 
@@ -558,6 +617,12 @@ def _refuse_unreadable(name: str, param: Tensor) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _line(mesh: DeviceMesh, dim: int) -> list[int]:
+    """The global ranks along one dimension of a mesh through this rank, in the mesh's order; [] for one outside it."""
+    at: Sequence[Any] | None = mesh.get_coordinate()
+    return [] if at is None else mesh.mesh[(*at[:dim], slice(None), *at[dim + 1 :])].tolist()
 
 
 def _mesh_device(param: DTensor) -> torch.device:

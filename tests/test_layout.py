@@ -1,16 +1,24 @@
 """Layouts: every way of sharding, the same names, exact gather, exact pieces, torch's checkpoint format."""
 
+import ctypes
+import gc
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zoo import LAYOUTS, Zoo, allowed_features, full_live_weights, pairs, product
 
+from fsdp_ema_lib import full_state
+from fsdp_ema_lib import layout as layout_room
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.sharded_view import interval_boxes
 
@@ -104,3 +112,91 @@ def worker_uneven_tensor_parallel() -> list[str]:
 def test_uneven_tensor_parallel_shards_are_exact(ranks):
     for rank, problems in enumerate(ranks(4, worker_uneven_tensor_parallel)):
         assert problems == [], f"rank {rank}"
+
+
+def block(rows: int, columns: int) -> nn.Linear:
+    linear = nn.Linear(columns, rows, bias=False)
+    linear.weight.data = torch.arange(float(rows * columns)).view(rows, columns)
+    return linear
+
+
+def worker_messages(message_bytes: int) -> dict[str, list[str]]:
+    """Gather blocks of 7, 2 and 6 rows to each rank in turn, in messages of so many bytes; what was wrong."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    models = {"FSDP1": nn.Module(), "FSDP2": nn.Module(), "columns": nn.Module()}
+    expected = {}
+    for name, rows in (("uneven", 7), ("some_empty", 2), ("even", 6)):
+        expected[f"{name}.weight"] = block(rows, 12).weight.detach()
+        models["FSDP1"].add_module(
+            name,
+            FullyShardedDataParallel(
+                block(rows, 12), device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
+            ),
+        )
+        models["FSDP2"].add_module(name, fully_shard(block(rows, 12), mesh=mesh))
+        models["columns"].add_module(
+            name, fully_shard(block(rows, 12), mesh=mesh, shard_placement_fn=lambda param: Shard(1))
+        )
+    before, layout_room._MESSAGE_BYTES = layout_room._MESSAGE_BYTES, message_bytes
+    problems = {}
+    try:
+        for kind, model in models.items():
+            layout = Layout(model)
+            for dst in range(world):
+                found = {name: full.clone() for name, full in layout.stream(layout.live(), dst)}
+                wanted = expected if dist.get_rank() == dst else {}
+                wrong = [n for n in wanted if n not in found or not torch.equal(found[n], wanted[n])]
+                if wrong or found.keys() != wanted.keys():
+                    problems[f"{kind} to {dst}"] = wrong or sorted(found)
+    finally:
+        layout_room._MESSAGE_BYTES = before
+    return problems
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("message_bytes", [1, 100, 1 << 20])
+def test_gathers_in_messages_of_any_size_are_exact(ranks, world_size, message_bytes):
+    for rank, problems in enumerate(ranks(world_size, worker_messages, message_bytes=message_bytes)):
+        assert problems == {}, f"rank {rank}"
+
+
+def resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def worker_peak(sharding: str) -> tuple[int, int]:
+    """Bytes by which the peak rises over a gather of three units, and the bytes of a unit."""
+    world, size = dist.get_world_size(), 3240  # 40 MiB: glibc keeps what it gets back in blocks of less than 32
+    model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, size, size, bias=False) for _ in range(3)))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    for name, unit in list(model.named_children()):
+        if sharding == "FSDP1":
+            model.add_module(
+                name,
+                FullyShardedDataParallel(
+                    unit,
+                    device_mesh=init_device_mesh("cpu", (world,)),
+                    device_id=torch.device("cpu"),
+                    use_orig_params=True,
+                ),
+            )
+        else:
+            placement = Shard(1) if sharding == "FSDP2 by columns" else None
+            fully_shard(unit, shard_placement_fn=lambda param, placement=placement: placement)
+    layout = Layout(model)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide a part of the rise
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    for _, tensor in full_state.stream(layout, layout.live(), None):
+        del tensor
+    return resident("VmHWM") - before, size * size * 4
+
+
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "FSDP2 by columns"])
+def test_a_gather_holds_one_unit_and_little_more(ranks, sharding):
+    for rank, (rise, unit) in enumerate(ranks(2, worker_peak, sharding=sharding)):
+        assert rise < (unit if rank == 0 else unit / 2) + 2 * layout_room._MESSAGE_BYTES, f"rank {rank}"
