@@ -1,6 +1,7 @@
 """Fixtures that every test file may use."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,12 +37,41 @@ class Cells:
         row.setdefault(world_size, []).append(str(dtype).removeprefix("torch."))
 
 
+    def join(self, passed: dict[str, dict[str, dict[int, list[str]]]]) -> None:
+        """Take over what another worker of this run saw."""
+        for test, rows in passed.items():
+            for layout, worlds in rows.items():
+                for world_size, dtypes in worlds.items():
+                    for dtype in dtypes:
+                        self.add(test, layout, world_size, dtype)
+
+
 _CELLS = pytest.StashKey[Cells]()
 
 
 @pytest.fixture(scope="session")
 def cells(pytestconfig: pytest.Config) -> Cells:
     return pytestconfig.stash.setdefault(_CELLS, Cells())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (report := getattr(session.config, "workeroutput", None)) is not None:  # in a worker of pytest-xdist
+        report["cells"] = session.config.stash.get(_CELLS, Cells()).passed
+
+
+class _FromWorkers:
+    """The hook that pytest-xdist calls when a worker has ended; pytest alone does not know it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.cells = config.stash.setdefault(_CELLS, Cells())
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.cells.join(getattr(node, "workeroutput", {}).get("cells", {}))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_FromWorkers(config))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
