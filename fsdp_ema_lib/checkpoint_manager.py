@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ class CheckpointManager:
         self.read_only = read_only
         self._closed = False
         self._lock: DirectoryLock | None = None
+        self._damaged: set[int] = set()  # found by a load; their sizes may be right
         self._buffers: dict[str, Tensor] = {}
         self._background = _Background()
         self._removals: list[threading.Thread] = []
@@ -89,7 +91,7 @@ class CheckpointManager:
         # Of its own: what a thread writes must never meet what training sends, and a slow disk is no dead rank.
         shared = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=write_timeout) if shared else None
-        self._meeting = Meeting(f"fsdp_ema_lib/{self.directory}", enter_timeout)
+        self._meeting = Meeting(checkpoint.from_zero(uuid.uuid4().hex, self._group), enter_timeout)
         error: Exception | None = None
         try:
             if not read_only and self._rank() == 0:
@@ -216,13 +218,14 @@ class CheckpointManager:
             except (DamagedCheckpointError, UnsafeCheckpointError) as problem:
                 warnings.warn(f"replacing the damaged checkpoint of step {step}: {problem}", stacklevel=4)
                 storage.discard(path)
+                self._damaged.discard(step)
         storage.refuse_existing(path)
 
     def _retire(self) -> None:
         """Remove all but the newest `keep` sound checkpoints."""
         if self.keep is None:
             return
-        sound = [step for step in self.steps() if self._has_its_sizes(step)]
+        sound = [step for step in self.steps() if step not in self._damaged and self._has_its_sizes(step)]
         for step in self.steps():
             if len(sound) > self.keep and step < sound[-self.keep]:
                 # It has lost its name at once; to free what it held can take as long as a save.
@@ -274,7 +277,8 @@ class CheckpointManager:
         steps: list[int] = []
         try:
             parts.emas = by_name(ema)
-            steps = self._candidates(step)
+            # What rank 0 sees counts: on a network file system others may see a new name later.
+            steps = self._candidates(step) if self._rank() == 0 else []
         except (OSError, TypeError, ValueError) as problem:
             error = problem
         raise_together(error, (self._group,))
@@ -302,6 +306,7 @@ class CheckpointManager:
         """Say loudly that an older checkpoint comes next, or raise the problem with this one."""
         if not allowed or len(steps) == 1:
             raise problem
+        self._damaged.add(steps[0])
         warnings.warn(
             f"the checkpoint of step {steps[0]} is damaged, going back to step {steps[1]}: {problem}", stacklevel=3
         )

@@ -13,15 +13,13 @@ class Meeting:
     leaves its group unusable. Here the first rank that knows the outcome writes it down, and all abide by that.
 
     Args:
-        name: of the place; the same on every rank. Ranks must build and use the meetings of one name in one order.
+        name: of the place; the same on every rank, and new: torchrun's store outlives the workers that it restarts,
+            and what they said must not be heard again.
         timeout: how long to wait for the others.
     """
 
-    _count: dict[str, int] = {}
-
     def __init__(self, name: str, timeout: timedelta) -> None:
-        number = self._count[name] = self._count.get(name, -1) + 1
-        self.name = f"{name}/{number}"
+        self.name = f"fsdp_ema_lib/{name}"
         self.timeout = timeout
         self.round = 0
 

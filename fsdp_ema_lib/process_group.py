@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_ema_lib import agent_store
+
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -68,7 +70,8 @@ def launch_distributed_job(
     itself still listens on a socket of its own while the group lives (`GLOO_SOCKET_IFNAME=lo` keeps that one off
     the network). Leave the file alone while the group lives: `torch.distributed.new_group` needs it.
 
-    Under torchrun every rank must call this, with the same arguments.
+    Under torchrun every rank must call this, with the same arguments. When torchrun restarts its workers, on one node
+    or several, nothing of the killed ones reaches the new group.
 
     Calling it again is harmless: the running group stays, and its device is returned. That holds for a group that other
     code started, too; such a group is used but never ended by `shutdown`.
@@ -91,6 +94,7 @@ def launch_distributed_job(
         RuntimeError: torchrun's variables are only half set, CUDA is asked for and missing, a group with another
             backend or device is running, the directory for temporary files gives no privacy, or this process was
             forked from one with a running group. Nothing is left behind, and the call can be tried again.
+        TimeoutError: under torchrun, some ranks did not call this within `timeout`, named.
 
     Example:
         >>> launch_distributed_job(device="cpu")
@@ -116,7 +120,7 @@ def launch_distributed_job(
     try:
         if place is None:
             folder = _private_folder()
-        _init_process_group(backend, here, timeout, folder)
+        _init_process_group(backend, here, timeout, folder, place)
         world: Any = dist.group.WORLD
         _job = _Job(os.getpid(), weakref.ref(world), here, folder)
     except BaseException:  # an interrupt, too, must leave nothing behind
@@ -248,7 +252,9 @@ def comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def _init_process_group(backend: str, device: torch.device, timeout: timedelta, folder: Path | None) -> None:
+def _init_process_group(
+    backend: str, device: torch.device, timeout: timedelta, folder: Path | None, place: _Place | None
+) -> None:
     """Start the default group, through a file in `folder`, or through torchrun's variables where there is none."""
     global _excepthooks
     # Each init puts a hook that prints "[rank0]:" over the last one; a restart must not pile them up.
@@ -257,12 +263,15 @@ def _init_process_group(backend: str, device: torch.device, timeout: timedelta, 
     before = sys.excepthook
     # Only NCCL makes use of a bound device, and torch refuses to bind the CPU.
     bound = device if "nccl" in _names(backend) else None
-    if folder is None:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
-    else:
+    meeting_point: dict[str, Any] = {}  # torch reads torchrun's variables
+    if folder is not None:
         # The store rather than a file:// URL, in which a "?" or "#" of the path would not belong to the path.
         store = dist.FileStore(str(folder / "rendezvous"), 1)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
+        meeting_point = {"store": store, "rank": 0, "world_size": 1}
+    elif place is not None and agent_store.is_shared():
+        store = agent_store.fresh_store(place.rank, place.world_size, timeout)
+        meeting_point = {"store": store, "rank": place.rank, "world_size": place.world_size}
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, **meeting_point)
     _excepthooks = (before, sys.excepthook)
 
 

@@ -10,20 +10,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from trainings import Training, differences, small_model
 
-from fsdp_ema_lib import storage
+from fsdp_ema_lib import offline, storage
 from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.directory_lock import LOCK_FILE
 from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.lab import training_job
+from fsdp_ema_lib.lab.training import TrainingConfig
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 # A save of rank 0 opens, renames, makes or lists something in the directory thirty times, one of rank 1 six times.
@@ -358,54 +362,92 @@ def test_a_mismatch_is_no_damage_and_does_not_fall_back(two):
 # ---------------------------------------------------------------- torchrun
 
 
-ELASTIC = """
-import os, signal, sys
-import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-from trainings import Training
-from fsdp_ema_lib.checkpoint_manager import CheckpointManager
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-folder, die = sys.argv[2], sys.argv[3] == "die"
-training = Training("fsdp2_nested")
-with CheckpointManager(folder + "/checkpoints", async_save=True) as checkpoints:
-    step = 0
-    if checkpoints.latest() is not None:
-        step = checkpoints.load(**training.parts(), verify=True, fall_back=True)["step"]
-        print("resumed at", step, flush=True)
-    while step < 8:
-        training.train(1)
-        step += 1
-        if step % 2 == 0:
-            checkpoints.save(step, **training.parts())
-        if die and step == 5 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            checkpoints.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-torch.save(training.local_state(), f"{folder}/final{dist.get_rank()}")
-dist.destroy_process_group()
-"""
+STEPS, EVERY = 600, 40
+TRAINING = TrainingConfig(steps=STEPS, eval_every=EVERY, hidden=32, blocks=2, batch_size=16)
+
+
+def start_torchrun(folder: Path, max_restarts: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--max-restarts={max_restarts}", "--monitor-interval=0.2", "-m", "fsdp_ema_lib.lab.training"]
+    command += f"--checkpoints {folder} --steps {STEPS} --save-every {EVERY} --hidden 32 --blocks 2".split()
+    command += "--batch-size 16 --resume auto --device cpu".split()
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=TORCHRUN_ENV)
+
+
+TORCHRUN_ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def await_checkpoint(folder: Path, torchrun: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("step_*/manifest.json")):
+        assert torchrun.poll() is None, torchrun.communicate()[0]
+        assert time.monotonic() < deadline, "no checkpoint within two minutes"
+        time.sleep(0.01)
+
+
+def end_of(torchrun: subprocess.Popen) -> str:
+    """What the job wrote; it must end, and take its processes along."""
+    workers = psutil.Process(torchrun.pid).children(recursive=True)
+    try:
+        told = torchrun.communicate(timeout=150)[0]
+    finally:
+        torchrun.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=10)
+        for process in alive:
+            process.kill()
+    assert not alive, f"left behind: {alive}"
+    return told
+
+
+def rank_of_job(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
+    workers = psutil.Process(torchrun.pid).children()
+    return next(process for process in workers if process.environ().get("RANK") == str(rank))
+
+
+def worker_undisturbed(folder: str) -> str:
+    return training_job.run_job(training_job.Job(TRAINING, Path(folder)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert ranks(2, worker_undisturbed, folder=str(folder)) == ["finished"] * 2
+    return folder
+
+
+def assert_ends_like(folder: Path, undisturbed: Path) -> None:
+    assert json.loads((folder / "training.json").read_text())["status"] == "finished"
+    found = offline.diff(folder, undisturbed)
+    assert [found[kind] for kind in ("only_first", "only_second", "differing")] == [[], [], []]
+    assert found["equal"] > 50  # weights, moments, averages, random states of two ranks
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_job_with_a_killed_rank_and_it_ends_bit_equal(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(ELASTIC)
-    for name in ("die", "live"):
-        (tmp_path / name).mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["--max-restarts=3", "--monitor-interval=0.2", str(script)]
-        done = subprocess.run(
-            [*command, str(Path(__file__).parent), str(tmp_path / name), name],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert ("resumed at 4" in done.stdout) == (name == "die"), done.stdout
-    for rank in range(2):
-        states = [torch.load(tmp_path / name / f"final{rank}", weights_only=True) for name in ("die", "live")]
-        assert differences(*states) == [], f"rank {rank}"
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_restarts_a_job_with_a_killed_rank_and_it_ends_bit_equal(tmp_path, undisturbed, victim):
+    torchrun = start_torchrun(tmp_path, max_restarts=1)  # a second failure would not go unseen
+    await_checkpoint(tmp_path, torchrun)
+    rank_of_job(torchrun, victim).kill()
+    told = end_of(torchrun)
+    assert torchrun.returncode == 0, told
+    assert f"no checkpoint in {tmp_path}: starting at step 1" in told
+    assert re.search(rf"going on after step \d+ of {STEPS} from", told), told
+    assert_ends_like(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_terminated_saves_and_goes_on_when_it_is_started_again(tmp_path, undisturbed):
+    torchrun = start_torchrun(tmp_path, max_restarts=0)
+    await_checkpoint(tmp_path, torchrun)
+    torchrun.terminate()
+    told = end_of(torchrun)
+    assert torchrun.returncode != 0, told
+    stopped = json.loads((tmp_path / "training.json").read_text())
+    assert stopped["status"] == "stopped" and (tmp_path / f"step_{stopped['step']:08d}").exists(), told
+    again = start_torchrun(tmp_path, max_restarts=0)
+    told = end_of(again)
+    assert again.returncode == 0 and f"going on after step {stopped['step']} of {STEPS}" in told, told
+    assert_ends_like(tmp_path, undisturbed)
 
 
 def test_the_manifest_says_what_the_checkpoint_is(two, tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -106,6 +107,27 @@ def test_retention_counts_sound_checkpoints_alone(tmp_path):
         assert checkpoints.steps() == [1, 2, 3], "two sound ones are left"
         checkpoints.save(4, model=model)
         assert checkpoints.steps() == [3, 4]
+
+
+def test_retention_does_not_count_what_a_load_found_damaged(tmp_path):
+    """A flipped bit leaves the size right: counted, the damaged one would drive out all that is sound."""
+    model = small_model()
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, model=model)
+        shutil.copytree(tmp_path / "step_00000005", tmp_path / "aside")
+        checkpoints.save(10, model=model)
+        shutil.move(tmp_path / "aside", tmp_path / "step_00000005")
+    flip_a_bit(tmp_path / "step_00000010" / "__0_0.distcp")
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        with pytest.warns(UserWarning, match="step 10 is damaged, going back to step 5"):
+            checkpoints.load(model=model, verify=True, fall_back=True)
+        checkpoints.save(7, model=model)
+        assert checkpoints.steps() == [7, 10]
+        checkpoints.verify(7)
+        with pytest.warns(UserWarning, match="replacing the damaged checkpoint of step 10"):
+            checkpoints.save(10, model=model)
+        assert checkpoints.steps() == [10]
+        checkpoints.verify(10)
 
 
 def test_files_are_private_and_of_the_stricter_umask(tmp_path):

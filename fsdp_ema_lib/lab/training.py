@@ -21,13 +21,15 @@ from fsdp_ema_lib.lab.flow import VelocityField, draw_noise_and_times, flow_matc
 from fsdp_ema_lib.lab.threads import cpu_threads
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.process_group import comm_device, is_main_process
-from fsdp_ema_lib.wrapping import fsdp2_wrap, fsdp_wrap
+from fsdp_ema_lib.wrapping import STRATEGIES, fsdp2_wrap, fsdp_wrap
 
 Wrapper = Literal["fsdp1", "fsdp2", "none"]
 WRAPPERS: tuple[Wrapper, ...] = ("fsdp1", "fsdp2", "none")
 
 #: Called by every rank with the weights to judge already in the model; returns named numbers, the same on every rank.
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
+#: Called by every rank with the step that has just ended and what was measured so far.
+AfterStep = Callable[[int, "History"], None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class TrainingConfig:
         learning_rate: of AdamW, constant, positive.
         seed: initial weights, order of the images, noise; at least 0. The global random state plays no part.
         wrapper: "fsdp1", "fsdp2", or "none" for the plain model on one rank.
+        sharding: "full", "hybrid_full", "hybrid_zero2" or "no_shard", as in `fsdp_wrap`; a single rank shards nothing.
         eval_every: steps between evaluations, at least 1; the last step is always evaluated.
         hidden: width of the model, a positive even number.
         blocks: residual blocks of the model, at least 1.
@@ -65,6 +68,7 @@ class TrainingConfig:
     blocks: int = 3
     mixed_precision: bool = False
     threads: int = 1
+    sharding: str = "full"
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch_size": 1, "seed": 0, "eval_every": 1, "hidden": 2, "blocks": 1, "threads": 1}
@@ -81,6 +85,8 @@ class TrainingConfig:
             faults.append(f"wrapper must be one of {', '.join(map(repr, WRAPPERS))}, got {self.wrapper!r}")
         elif self.wrapper == "none" and self.mixed_precision:
             faults.append('mixed_precision needs wrapper "fsdp1" or "fsdp2", which keep the weights in fp32')
+        if self.sharding not in STRATEGIES:
+            faults.append(f"sharding must be one of {', '.join(map(repr, STRATEGIES))}, got {self.sharding!r}")
         if faults:
             raise ValueError("TrainingConfig: " + "; ".join(faults))
 
@@ -157,8 +163,8 @@ def build_model(config: TrainingConfig, device: torch.device | str = "cpu") -> n
     wrap = fsdp_wrap if config.wrapper == "fsdp1" else fsdp2_wrap
     return wrap(
         model,
-        # With one rank there is nothing to shard; saying so spares the warning that "full" would bring.
-        sharding_strategy="full" if world_size > 1 else "no_shard",
+        # With one rank there is nothing to shard; saying so spares the warning that the others would bring.
+        sharding_strategy=config.sharding if world_size > 1 else "no_shard",
         mixed_precision=config.mixed_precision,
         min_num_params=2 * config.hidden**2,
     )
@@ -177,8 +183,11 @@ def train(
     emas: Mapping[str, EMA_FSDP] | None = None,
     evaluate: Evaluate | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     first_step: int = 1,
     progress: bool | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    after_step: AfterStep | None = None,
 ) -> History:
     """Train the model, update every average after each step, evaluate live and averaged weights. Every rank must call.
 
@@ -194,8 +203,11 @@ def train(
         evaluate: judges the weights that are in the model; called every `config.eval_every` steps and after the last
             one, once for the live weights and once inside each average's `swapped_into`.
         optimizer: default `make_optimizer(model, config)`.
+        scheduler: of the learning rate, stepped after each step of the optimizer; none by default.
         first_step: the step to begin with, from 1 to `config.steps`.
         progress: show a progress bar on rank 0; by default in a terminal or notebook, and not where `CI` is set.
+        should_stop: asked after each step; where it says yes, on all ranks alike, that step is the last.
+        after_step: called after each step and the evaluation that falls on it.
 
     Returns:
         Losses and evaluations of the steps that were run.
@@ -230,14 +242,21 @@ def train(
             loss = flow_matching_loss(model, *parts)
             loss.backward()
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             for ema in emas.values():
                 ema.update(model)
             pending.append(loss.detach())
-            if step % config.eval_every == 0 or step == config.steps:
+            stopping = should_stop is not None and should_stop()
+            if step % config.eval_every == 0 or step == config.steps or stopping:
                 history.losses += _mean_over_ranks(pending, step)
                 pending.clear()
                 history.records += _evaluate_all(model, emas, evaluate, step)
                 bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
+            if after_step is not None:
+                after_step(step, history)
+            if stopping:
+                break
     history.seconds = time.perf_counter() - started
     return history
 
@@ -331,3 +350,9 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+if __name__ == "__main__":
+    from fsdp_ema_lib.lab.training_job import main
+
+    main()

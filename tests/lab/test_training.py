@@ -48,6 +48,7 @@ def worker_run(wrapper, **arguments):
         ({"learning_rate": 0}, "learning_rate must be a positive number, got 0"),
         ({"learning_rate": math.nan}, "learning_rate must be a positive number, got nan"),
         ({"learning_rate": "2e-3"}, "learning_rate must be a positive number, got '2e-3'"),
+        ({"sharding": "half"}, "sharding must be one of 'full', 'hybrid_full', 'hybrid_zero2', 'no_shard', got 'half'"),
         ({"wrapper": "ddp"}, "wrapper must be one of 'fsdp1', 'fsdp2', 'none', got 'ddp'"),
         ({"wrapper": "none", "mixed_precision": True}, 'mixed_precision needs wrapper "fsdp1" or "fsdp2"'),
         ({"steps": 0, "seed": -1}, "steps must be .* got 0; seed must be .* got -1"),
@@ -155,6 +156,27 @@ def test_a_run_in_two_parts_gives_the_losses_of_one():
     assert first.losses + second.losses == straight.losses
     for one, two in zip(model.parameters(), halves.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_run_that_is_told_to_stop_measures_its_last_step_and_ends_there():
+    config = TrainingConfig(steps=12, eval_every=5, wrapper="none", **SMALL)
+    model, seen = build_model(config), []
+    optimizer = make_optimizer(model, config)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    history = train(
+        model,
+        load_digits().train,
+        config,
+        emas={"EMA": EMA_FSDP(model, 0.9)},
+        optimizer=optimizer,
+        scheduler=scheduler,
+        progress=False,
+        should_stop=lambda: len(seen) == 6,
+        after_step=lambda step, history: seen.append((step, len(history.losses))),
+    )
+    assert seen == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 5), (6, 5), (7, 7)]
+    assert len(history.losses) == 7 and [record["step"] for record in history.records] == [5, 5, 7, 7]
+    assert optimizer.param_groups[0]["lr"] == config.learning_rate / 2**7
 
 
 def test_training_learns_to_draw_digits():
