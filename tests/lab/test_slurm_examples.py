@@ -129,7 +129,7 @@ def test_torchrun_and_the_training_understand_the_line(slurm, script):
 
 # --- the real thing ------------------------------------------------------------------------------
 
-STEPS, EVERY = 600, 40
+STEPS, EVERY = 300, 30
 ARGUMENTS = f"--steps {STEPS} --save-every {EVERY} --hidden 32 --blocks 2 --batch-size 16 --device cpu".split()
 
 
@@ -166,7 +166,7 @@ def run_script(script, slurm, until: str | None = None) -> tuple[int, str]:
 @pytest.mark.parametrize(("script", "nodes"), [(MULTI, 2), (SINGLE, 1)], ids=["two nodes", "one node"])
 def test_a_preempted_job_saves_is_requeued_and_ends_with_the_same_bits(slurm, ranks, tmp_path, script, nodes):
     slurm |= {"PYTHON": sys.executable, "SLURM_JOB_NUM_NODES": str(nodes), "PROCESSES_PER_NODE": str(2 // nodes)}
-    code, told = run_script(script, slurm, until="step_*/manifest.json")
+    code, told = run_script(script, slurm, until="step_????????/manifest.json")
     assert code != 0 and requeued(slurm) == [f"requeue {slurm['SLURM_JOB_ID']}"], told
     stopped = json.loads(Path(slurm["CHECKPOINTS"], "training.json").read_text())
     assert stopped["status"] == "stopped" and EVERY <= stopped["step"] < STEPS
