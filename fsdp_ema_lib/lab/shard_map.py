@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ema_lib.ema import EMA_FSDP
-from fsdp_ema_lib.lab.ranks import run_on_ranks
+from fsdp_ema_lib.lab.cluster import ranks
 from fsdp_ema_lib.layout import FlatUnit, Layout, Unit
 from fsdp_ema_lib.wrapping import fsdp2_wrap, fsdp_wrap
 
@@ -103,13 +103,13 @@ def map_shards(world_size: int, *, min_num_params: int = 50_000_000, timeout_s: 
     Args:
         world_size: number of ranks, at least 1; those of `TWO_DIMENSIONAL` need an even number of at least 4.
         min_num_params: submodules with so many parameters become units of their own, as in `fsdp_wrap`.
-        timeout_s: seconds for all of it.
+        timeout_s: seconds that the ranks get for it, once they have started.
 
     Returns:
         way to map.
 
     Raises:
-        As `run_on_ranks`.
+        As `ranks` and `Ranks.run`. Ranks that the kernel has running are ended by this.
 
     Example:
         >>> found = map_shards(2)["FSDP2 full"]
@@ -117,8 +117,9 @@ def map_shards(world_size: int, *, min_num_params: int = 50_000_000, timeout_s: 
         ([48, 37], [], [0, 0])
     """
     ways = SIMPLE + (TWO_DIMENSIONAL if world_size >= 4 and world_size % 2 == 0 else ())
-    ranks = run_on_ranks(look_at, world_size, timeout_s=timeout_s, ways=ways, min_num_params=min_num_params)
-    return {way: _assemble(way, [rank[way] for rank in ranks]) for way in ways}
+    with ranks(world_size, device="cpu", limit_s=timeout_s, quiet=True) as r:
+        seen = r.run(look_at, ways, min_num_params)
+    return {way: _assemble(way, [rank[way] for rank in seen]) for way in ways}
 
 
 def small_model() -> nn.Module:
@@ -213,10 +214,10 @@ def _count_collectives(model: nn.Module) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _assemble(way: str, ranks: Sequence[Mapping[str, Any]]) -> ShardMap:
-    collectives = {operation: [rank["collectives"][operation] for rank in ranks] for operation in OPERATIONS}
-    boxes, held, gathers = ([rank[key] for rank in ranks] for key in ("boxes", "held", "gathers"))
-    return ShardMap(way, ranks[0]["shapes"], boxes, held, collectives, gathers)
+def _assemble(way: str, seen: Sequence[Mapping[str, Any]]) -> ShardMap:
+    collectives = {operation: [rank["collectives"][operation] for rank in seen] for operation in OPERATIONS}
+    boxes, held, gathers = ([rank[key] for rank in seen] for key in ("boxes", "held", "gathers"))
+    return ShardMap(way, seen[0]["shapes"], boxes, held, collectives, gathers)
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
