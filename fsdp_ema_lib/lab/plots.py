@@ -16,7 +16,7 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Okabe and Ito (2008), "Color Universal Design". Black and yellow come last: black marks the live
@@ -520,3 +520,194 @@ def _draw_holders(axes: Axes, holders: np.ndarray, rows: int) -> None:
     axes.tick_params(length=0, labelsize=7, pad=1)
     axes.grid(False)
     axes.spines[:].set_visible(False)
+
+
+def equality_matrix(
+    rows: Sequence[str], columns: Sequence[str], differing: Mapping[str, np.ndarray], *, title: str = ""
+) -> Figure:
+    """Draw which parts came back bit for bit for every pair of a row and a column, and elsewhere how many bytes differ.
+
+    Args:
+        rows: labels downwards, such as what was saved.
+        columns: labels to the right, such as what loaded it.
+        differing: part to an array of shape (rows, columns): how many of its bytes differ. The parts share each cell.
+        title: title of the figure.
+
+    Raises:
+        ValueError: no part, or an array of another shape (all such are named).
+
+    Example:
+        >>> figure = equality_matrix(["a", "b"], ["a"], {"model": np.array([[0], [7]])})
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['0', '7', 'model']
+        >>> plt.close(figure)
+    """
+    shape = (len(rows), len(columns))
+    wrong = {part: np.shape(counts) for part, counts in differing.items() if np.shape(counts) != shape}
+    if wrong or not differing:
+        raise ValueError(f"differing: every part needs an array of shape {shape}, got {wrong or 'no part'}")
+    width = 0.95 / len(differing)
+    with style():
+        figure, axes = plt.subplots(figsize=(1.05 * len(columns) + 2.3, 0.5 * len(rows) + 2.1))
+        for number, (part, counts) in enumerate(differing.items()):
+            for row, column in np.ndindex(*shape):
+                left = column - 0.475 + number * width
+                count = int(counts[row][column])
+                color = OKABE_ITO[1] if count else OKABE_ITO[2]
+                axes.add_patch(Rectangle((left, row - 0.42), width * 0.92, 0.84, facecolor=color))
+                axes.text(left + width * 0.46, row, f"{count:,}", ha="center", va="center", color="white", fontsize=7)
+            for column in range(len(columns)):
+                axes.text(column - 0.46 + (number + 0.3) * width, -0.5, part, rotation=40, fontsize=7)
+        axes.set(xlim=(-0.55, len(columns) - 0.45), ylim=(len(rows) - 0.45, -0.55))
+        axes.set_title(title, pad=26)
+        _label_matrix(axes, rows, columns)
+        patches = [Patch(color=OKABE_ITO[2], label="bit-equal"), Patch(color=OKABE_ITO[1], label="not equal")]
+        figure.legend(handles=patches, loc="outside lower right", ncols=2)
+    return figure
+
+
+def magnitude_matrix(
+    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, *, title: str = "", label: str = ""
+) -> Figure:
+    """Draw one number for every pair of a row and a column: its power of ten as a color, exact zeros in white.
+
+    Args:
+        rows, columns: labels downwards and to the right.
+        values: shape (rows, columns).
+        title: title of the figure.
+        label: what the number is.
+
+    Raises:
+        ValueError: `values` has another shape, or one is negative or not finite.
+
+    Example:
+        >>> figure = magnitude_matrix(["a"], ["a", "b"], np.array([[0.0, 2e-7]]))
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['0', '2e-07']
+        >>> plt.close(figure)
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if values.shape != (len(rows), len(columns)) or not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError(
+            f"values must be finite, at least 0 and of shape {(len(rows), len(columns))}, got shape {values.shape}"
+        )
+    powers = np.log10(values, where=values > 0, out=np.full(values.shape, np.nan))
+    there = powers[np.isfinite(powers)]
+    # Whole powers of ten, so that small differences look small.
+    low, high = (np.floor(there.min()), np.ceil(there.max())) if there.size else (0.0, 0.0)
+    high = max(high, low + 1)
+    with style():
+        figure, axes = plt.subplots(figsize=(1.05 * len(columns) + 2.9, 0.55 * len(rows) + 1.6))
+        picture = axes.imshow(powers, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
+        for (row, column), value in np.ndenumerate(values):
+            color = "white" if value and powers[row, column] > (low + high) / 2 else "black"
+            axes.text(column, row, f"{value:.0e}" if value else "0", ha="center", va="center", color=color, fontsize=8)
+        axes.set_title(title)
+        _label_matrix(axes, rows, columns)
+        if there.size:
+            figure.colorbar(picture, ax=axes, label=f"{label} (power of ten)", shrink=0.8)
+    return figure
+
+
+def _label_matrix(axes: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
+    axes.set_xticks(range(len(columns)), [label.replace(" ", "\n", 1) for label in columns])
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xlabel="loaded by", ylabel="saved by")
+    axes.tick_params(length=0)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
+def timeline(
+    undisturbed: Mapping[str, Sequence[float]],
+    attempts: Sequence[tuple[Sequence[int], Mapping[str, Sequence[float]]]],
+    ends: Sequence[str],
+    *,
+    saved: Sequence[int] = (),
+    title: str = "",
+) -> Figure:
+    """Lay a run that was broken off and resumed over an undisturbed one, and show what each attempt did.
+
+    Args:
+        undisturbed: what was measured, to one value for each step from 1.
+        attempts: of each attempt its steps, ascending, and the same measurements at these.
+        ends: how each attempt ended, in a few words.
+        saved: steps after which there is a checkpoint.
+        title: title of the figure.
+
+    Raises:
+        ValueError: no measurement, an attempt that lacks one or has another number of values than steps, or not one end
+            for each attempt.
+
+    Example:
+        >>> attempts = [([1, 2], {"loss": [3, 2]}), ([2, 3], {"loss": [2, 1]})]
+        >>> figure = timeline({"loss": [3, 2, 1]}, attempts, ["killed", "done"])
+        >>> len(figure.axes), figure.axes[-1].get_xlabel()
+        (2, 'optimizer step (dotted: a checkpoint)')
+        >>> plt.close(figure)
+    """
+    _check_timeline(undisturbed, attempts, ends)
+    colors = [color for color in OKABE_ITO if color != LIVE_COLOR]
+    heights = [2.0] * len(undisturbed) + [0.35 * len(attempts) + 0.3]
+    with style():
+        figure, panels = plt.subplots(
+            len(heights), 1, figsize=(8.8, sum(heights) + 0.9), sharex=True, height_ratios=heights
+        )
+        for axes, (name, values) in zip(panels, undisturbed.items(), strict=False):
+            axes.plot(range(1, len(values) + 1), values, color="0.8", linewidth=6, label="undisturbed")
+            for number, (steps, measured) in enumerate(attempts):
+                color = colors[number % len(colors)]
+                axes.plot(steps, measured[name], color=color, linewidth=1.4, label=f"attempt {number + 1}")
+                if number < len(attempts) - 1 and len(steps):
+                    axes.plot(steps[-1], measured[name][-1], "X", color=color, markersize=9, markeredgecolor="white")
+            axes.set_ylabel(name)
+        _draw_attempts(panels[-1], [steps for steps, _ in attempts], ends, saved, colors)
+        panels[0].set_title(title)
+        panels[0].set_xlim(0, max(map(len, undisturbed.values())) + 1)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(attempts) + 1)
+    return figure
+
+
+def _check_timeline(
+    undisturbed: Mapping[str, Sequence[float]],
+    attempts: Sequence[tuple[Sequence[int], Mapping[str, Sequence[float]]]],
+    ends: Sequence[str],
+) -> None:
+    if not undisturbed:
+        raise ValueError("undisturbed must hold at least one measurement, got none")
+    if len(ends) != len(attempts):
+        raise ValueError(f"ends: expected one for each of the {len(attempts)} attempts, got {len(ends)}")
+    for number, (steps, measured) in enumerate(attempts, start=1):
+        wrong = [name for name in undisturbed if len(measured.get(name, ())) != len(steps)]
+        if wrong:
+            raise ValueError(
+                f"attempt {number}: expected {len(steps)} values, one for each step, of {', '.join(wrong)}"
+            )
+
+
+def _draw_attempts(
+    axes: Axes, attempts: Sequence[Sequence[int]], ends: Sequence[str], saved: Sequence[int], colors: Sequence[str]
+) -> None:
+    """A bar for each attempt from its first step to its last, and a line for each checkpoint."""
+    for step in saved:
+        axes.axvline(step + 0.5, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    for number, (steps, end) in enumerate(zip(attempts, ends, strict=True)):
+        if steps:
+            axes.barh(
+                number, steps[-1] - steps[0] + 1, left=steps[0] - 0.5, height=0.7, color=colors[number % len(colors)]
+            )
+        first, last = (steps[0] - 0.5, steps[-1] + 0.5) if steps else (0.0, 0.0)
+        inside, early = last - first > 0.35 * axes.get_xlim()[1], first < 0.5 * axes.get_xlim()[1]
+        axes.annotate(
+            end,
+            (first if inside or not early else last, number),
+            xytext=(4 if inside or early else -4, 0),
+            textcoords="offset points",
+            ha="left" if inside or early else "right",
+            va="center",
+            fontsize=8,
+            color="white" if inside else "black",
+        )
+    axes.set_yticks(range(len(attempts)), [f"attempt {number + 1}" for number in range(len(attempts))])
+    axes.set(xlabel="optimizer step (dotted: a checkpoint)", ylim=(len(attempts) - 0.4, -0.6))
+    axes.grid(False)

@@ -141,7 +141,7 @@ def look_at(ways: Sequence[str], min_num_params: int) -> dict[str, dict[str, Any
 
 
 def _look_at(way: str, min_num_params: int) -> dict[str, Any]:
-    model = _spread(small_model(), way, min_num_params)
+    model = spread(small_model(), way, min_num_params)
     layout = Layout(model)
     live = {name: shard.live() for name, shard in layout.shards.items()}
     return {
@@ -169,7 +169,16 @@ def _gathers(unit: Unit) -> int:
     )
 
 
-def _spread(model: nn.Module, way: str, min_num_params: int) -> nn.Module:
+def spread(model: nn.Module, way: str, min_num_params: int) -> nn.Module:
+    """Spread a model over all ranks in one of the ways, or leave it "plain". Every rank must call.
+
+    Args:
+        model: a plain one; for the tensor parallel way it has linear layers `inner` and `outer`.
+        way: one of `SIMPLE`, on four ranks or more also of `TWO_DIMENSIONAL`, or "plain".
+        min_num_params: as in `fsdp_wrap`.
+    """
+    if way == "plain":
+        return model
     if way == "DDP":
         return DistributedDataParallel(model)
     if way == "tensor parallel x FSDP2":

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from fsdp_ema_lib.lab import plots
 
@@ -251,3 +252,61 @@ def test_sample_grid_names_the_set_that_is_no_batch_of_images():
         plots.sample_grid({"live": torch.zeros(4, 8, 8)}, columns=0)
     with pytest.raises(ValueError, match="at least one set of images, got none"):
         plots.sample_grid({})
+
+
+def test_the_equality_matrix_shows_each_count_in_its_part_of_its_cell():
+    counts = {"model": np.array([[0, 0], [0, 12345]]), "EMA": np.array([[0, 7], [0, 0]])}
+    figure = plots.equality_matrix(["a 1", "b 2"], ["c 1", "d 2"], counts, title="A title")
+    [axes] = figure.axes
+    found = {}
+    for patch, text in zip(axes.patches, axes.texts[:4] + axes.texts[6:10], strict=True):
+        assert patch.get_x() < text.get_position()[0] < patch.get_x() + patch.get_width()
+        column, row = patch.get_center().round().astype(int)
+        found.setdefault((int(row), int(column)), []).append((text.get_text(), to_hex(patch.get_facecolor()).upper()))
+    equal, other = plots.OKABE_ITO[2], plots.OKABE_ITO[1]
+    assert found == {
+        (0, 0): [("0", equal), ("0", equal)],
+        (0, 1): [("0", equal), ("7", other)],
+        (1, 0): [("0", equal), ("0", equal)],
+        (1, 1): [("12,345", other), ("0", equal)],
+    }
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["c\n1", "d\n2"]
+
+
+def test_the_magnitude_matrix_leaves_exact_zeros_without_a_color():
+    figure = plots.magnitude_matrix(["a", "b"], ["a", "b"], [[0.0, 2e-7], [3e-8, 0.0]], label="distance")
+    picture = figure.axes[0].images[0].get_array()
+    assert np.ma.getmaskarray(picture).tolist() == [[True, False], [False, True]]
+    assert picture.compressed() == pytest.approx(np.log10([2e-7, 3e-8]))
+    assert figure.axes[0].images[0].get_clim() == (-8, -6)
+    assert len(plots.magnitude_matrix(["a"], ["a"], [[0.0]]).axes) == 1, "no scale where all is zero"
+
+
+def test_the_timeline_lays_every_attempt_over_the_undisturbed_run():
+    attempts = [([1, 2, 3], {"loss": [5, 4, 3], "distance": [1, 2, 3]}), ([3, 4], {"loss": [3, 2], "distance": [3, 4]})]
+    whole = {"loss": [5, 4, 3, 2], "distance": [1, 2, 3, 4]}
+    loss, distance, bars = plots.timeline(whole, attempts, ["killed", "done"], saved=[2]).axes
+    lines = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in loss.lines]
+    assert lines[0] == ("undisturbed", [1, 2, 3, 4], [5, 4, 3, 2])
+    assert lines[1][1:] == ([1, 2, 3], [5, 4, 3]) and lines[3][1:] == ([3, 4], [3, 2])
+    assert lines[2][1:] == ([3], [3]) and len(lines) == 4, "a cross where the first attempt ended, none at the end"
+    assert [(bar.get_x(), bar.get_width()) for bar in bars.patches] == [(0.5, 3), (2.5, 2)]
+    assert [text.get_text() for text in bars.texts] == ["killed", "done"]
+    assert distance.get_ylabel() == "distance"
+
+
+@pytest.mark.parametrize(
+    ("draw", "text"),
+    [
+        (lambda: plots.equality_matrix(["a"], ["b"], {}), r"shape \(1, 1\), got no part"),
+        (lambda: plots.equality_matrix(["a"], ["b"], {"x": np.zeros((2, 1))}), r"got \{'x': \(2, 1\)\}"),
+        (lambda: plots.magnitude_matrix(["a"], ["b"], [[-1.0]]), "finite, at least 0"),
+        (lambda: plots.magnitude_matrix(["a"], ["b"], [[1.0, 1.0]]), r"of shape \(1, 1\), got shape \(1, 2\)"),
+        (lambda: plots.timeline({}, [], []), "undisturbed must hold at least one measurement"),
+        (lambda: plots.timeline({"x": [1]}, [], ["done"]), "one for each of the 0 attempts, got 1"),
+        (lambda: plots.timeline({"x": [1]}, [([1], {})], ["done"]), "attempt 1: expected 1 values.* of x"),
+    ],
+)
+def test_matrices_and_timelines_that_cannot_be_drawn_are_refused(draw, text):
+    with pytest.raises(ValueError, match=text):
+        draw()

@@ -16,6 +16,17 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What makes a run short; a notebook that is not named here runs with its defaults.
 SHORT: dict[str, dict[str, Any]] = {
+    "03_checkpoint_round_trips": {
+        "two_ranks": ["FSDP1 full", "FSDP2 full"],
+        "three_ranks": [],
+        "four_ranks": [],
+        "steps": 20,
+        "hidden": 64,
+        "run_steps": 12,
+        "save_every": 3,
+        "killed_in_step": 5,
+        "killed_in_save": 9,
+    },
     "04_ema_vs_live": {"steps": 60, "eval_every": 30, "samples": 100},
     "05_where_the_shards_are": {"world_sizes": [1, 2]},
 }
