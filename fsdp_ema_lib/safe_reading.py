@@ -88,6 +88,19 @@ _OPCODES = frozenset(
     BINSTRING EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET
     ADDITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID POP POP_MARK DUP""".split()
 )
+_CODES = {ord(code.code): code for code in pickletools.opcodes}
+_STOP = ord(".")
+# Opcode -> its bytes and those of its argument; 0 where the argument says how many, or where it is looked at.
+_STEPS = [0] * 256
+for _byte, _code in _CODES.items():
+    if _code.name in _OPCODES - {"STOP", "STACK_GLOBAL", "LONG_BINPUT"}:
+        _STEPS[_byte] = 1 + max(-1, 0 if _code.arg is None else _code.arg.n)
+_COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
 # What torch.save needs for numbers, names, containers and tensors; `weights_only=True` decides again.
 _ENTRY_GLOBALS = frozenset(
     {
@@ -123,22 +136,40 @@ def scan_pickle(data: bytes, where: str, allowed: Collection[tuple[str, str]] | 
             that its own size does not justify. DamagedCheckpointError: it is no pickle.
     """
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
-            if name not in _OPCODES:
-                raise UnsafeCheckpointError(f"{where}: refused the pickle opcode {name}, which no checkpoint needs")
-            if name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-                raise UnsafeCheckpointError(f"{where}: refused a pickle that would reserve {argument} memo slots")
-            if allowed is not None and name == "STACK_GLOBAL":
-                raise UnsafeCheckpointError(f"{where}: refused a pickle that hides the names of its classes")
-            if allowed is not None and name == "GLOBAL":
-                module, _, attribute = str(argument).partition(" ")
-                if (module, attribute) not in allowed and not _is_dtype(module, attribute):
-                    raise refused_global(where, module, attribute)
+        at = 0
+        while data[at] != _STOP:
+            # The metadata of a large model has millions of opcodes: those that need no look are stepped over at once.
+            at += _STEPS[data[at]] or _looked_at(data, at, where, allowed)
     except UnsafeCheckpointError:
         raise
     except Exception as problem:
-        raise DamagedCheckpointError(f"{where}: not a readable pickle ({problem})") from problem
+        raise DamagedCheckpointError(f"{where}: not a readable pickle ({problem!r})") from problem
+
+
+def _looked_at(data: bytes, at: int, where: str, allowed: Collection[tuple[str, str]] | None) -> int:
+    """The bytes that an opcode takes with its argument, unless it is refused."""
+    code = _CODES.get(data[at])
+    if code is None or code.name not in _OPCODES:
+        name = f"{data[at]:#04x}" if code is None else code.name
+        raise UnsafeCheckpointError(f"{where}: refused the pickle opcode {name}, which no checkpoint needs")
+    if code.name == "STACK_GLOBAL":
+        if allowed is not None:
+            raise UnsafeCheckpointError(f"{where}: refused a pickle that hides the names of its classes")
+        return 1
+    if code.name == "LONG_BINPUT":
+        if (slots := int.from_bytes(data[at + 1 : at + 5], "little")) > len(data):
+            raise UnsafeCheckpointError(f"{where}: refused a pickle that would reserve {slots} memo slots")
+        return 5
+    if code.arg is not None and code.arg.n in _COUNT_BYTES:
+        start = at + 1 + _COUNT_BYTES[code.arg.n]
+        return start + int.from_bytes(data[at + 1 : start], "little") - at
+    end = data.index(b"\n", at)
+    if code.name == "GLOBAL":
+        module, end = data[at + 1 : end].decode(), data.index(b"\n", end + 1)
+        name = data[at + 2 + len(module.encode()) : end].decode()
+        if allowed is not None and (module, name) not in allowed and not _is_dtype(module, name):
+            raise refused_global(where, module, name)
+    return end + 1 - at
 
 
 def refused_global(where: str, module: str, name: str) -> UnsafeCheckpointError:

@@ -12,7 +12,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 _OWN_SUM = "manifest_crc32"
 THREADS = 4
 _MANIFEST_BYTES = 256 << 20
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES, _PIECE_BYTES = 1 << 20, 1 << 26
 _UNPUBLISHED, _DISCARDED = ".unpublished-", ".discarded-"
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(rf"\.?.+({re.escape(_UNPUBLISHED)}|{re.escape(_DISCARDED)})[0-9a-f]{{32}}")
@@ -149,23 +149,58 @@ def sync(path: Path) -> None:
 # ---------------------------------------------------------------- checksums
 
 
-def seal(paths: Iterable[Path], sums: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def joined_crc32(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two pieces of data one after the other, from the CRC-32 of each: zlib's `crc32_combine`.
+
+    Args:
+        first, second: of the pieces.
+        length: bytes of the second piece.
+
+    Example:
+        >>> joined_crc32(zlib.crc32(b"half of "), zlib.crc32(b"it"), 2) == zlib.crc32(b"half of it")
+        True
+    """
+    return _product(_shift(length), first) ^ second
+
+
+def _product(left: int, right: int) -> int:
+    """Of two polynomials over GF(2), modulo that of CRC-32; the highest bit stands for x ** 0."""
+    product, bit = 0, 1 << 31
+    while left:
+        if left & bit:
+            product ^= right
+            left ^= bit
+        bit >>= 1
+        right = (right >> 1) ^ (0xEDB88320 if right & 1 else 0)
+    return product
+
+
+@cache
+def _shift(length: int) -> int:
+    """x ** (8 * length), by repeated squaring: what as many bytes that follow do to a CRC-32."""
+    result, square = 1 << 31, 1 << 23
+    while length:
+        if length & 1:
+            result = _product(square, result)
+        square, length = _product(square, square), length >> 1
+    return result
+
+
+def seal(paths: Iterable[Path], sums: Mapping[str, str] | None) -> dict[str, dict[str, Any]]:
     """Flush files to disk; returns name -> {"size": bytes, "crc32": hexadecimal} for the manifest.
 
     Args:
         paths: the files.
-        sums: name -> checksum, where it was computed while the file was written; None to read the files for it, {} for
-            no checksums.
+        sums: name -> checksum, where it became known while the file was written; the other files are read for it. None
+            for no checksums.
     """
     paths = list(paths)
     in_threads([partial(sync, path) for path in paths])
-    if sums is None:
-        found = in_threads([partial(_crc32, path.parent, path.name) for path in paths])
-        sums = {path.name: crc for path, crc in zip(paths, found, strict=True)}
     facts: dict[str, dict[str, Any]] = {path.name: {"size": path.stat().st_size} for path in paths}
-    for name, crc in sums.items():
-        if name in facts:
-            facts[name]["crc32"] = crc
+    if sums is not None:
+        for path in paths:
+            known = sums.get(path.name) or _crc32s(path.parent, [path.name])[path.name]
+            facts[path.name]["crc32"] = known
     return facts
 
 
@@ -203,11 +238,9 @@ def check_sums(path: Path, manifest: Mapping[str, Any], names: Iterable[str] | N
         DamagedCheckpointError: naming every file that differs.
     """
     wanted = [name for name in (manifest["files"] if names is None else names) if "crc32" in manifest["files"][name]]
-    sums = in_threads([partial(_crc32, path, name) for name in wanted])
-    found = dict(zip(wanted, sums, strict=True))
     _raise_damaged(
         f"{path / name}: its checksum is {crc}, the manifest says {manifest['files'][name]['crc32']}"
-        for name, crc in found.items()
+        for name, crc in _crc32s(path, wanted).items()
         if crc != manifest["files"][name]["crc32"]
     )
 
@@ -252,13 +285,30 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def _crc32(directory: Path, name: str) -> str:
-    crc = 0
-    buffer = bytearray(_BLOCK_BYTES)
+def _crc32s(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Name -> checksum of files, read in pieces by several threads."""
+    pieces = [(name, start) for name in names for start in range(0, _size(directory, name) or 1, _PIECE_BYTES)]
+    found = in_threads([partial(_crc32, directory, *piece) for piece in pieces])
+    sums: dict[str, int] = {}
+    for (name, _), (crc, length) in zip(pieces, found, strict=True):
+        sums[name] = joined_crc32(sums.get(name, 0), crc, length)
+    return {name: f"{crc:08x}" for name, crc in sums.items()}
+
+
+def _size(directory: Path, name: str) -> int:
     with os.fdopen(open_inside(directory, name), "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            crc = zlib.crc32(memoryview(buffer)[:count], crc)
-    return f"{crc:08x}"
+        return os.fstat(stream.fileno()).st_size
+
+
+def _crc32(directory: Path, name: str, start: int) -> tuple[int, int]:
+    """The checksum of one piece of a file, and its length."""
+    crc, length = 0, 0
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with os.fdopen(open_inside(directory, name), "rb", buffering=0) as stream:
+        stream.seek(start)
+        while count := stream.readinto(buffer[: _PIECE_BYTES - length]):
+            crc, length = zlib.crc32(buffer[:count], crc), length + count
+    return crc, length
 
 
 # ---------------------------------------------------------------- reading

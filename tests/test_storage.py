@@ -3,11 +3,13 @@
 import io
 import os
 import pickle
+import pickletools
 import random
 import resource
 import shutil
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from trainings import small_model
 
 from fsdp_ema_lib import storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_ema_lib.safe_reading import METADATA, find_tensor, read_metadata
+from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, find_tensor, read_metadata, scan_pickle
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 
@@ -52,7 +54,7 @@ def relabel(path):
     """Make the manifest agree with the files again: the attacker can write that too."""
     manifest = storage.read_manifest(path)
     files = [file for file in path.iterdir() if file.name != storage.MANIFEST and file.is_file()]
-    manifest["files"] = storage.seal(files)
+    manifest["files"] = storage.seal(files, {})
     (path / storage.MANIFEST).unlink()
     storage.write_manifest(path, manifest)
 
@@ -154,6 +156,60 @@ def test_a_pickle_that_hides_its_names_or_its_size_is_refused(saved):
     replace_entry(saved, "scheduler", stream.getvalue())
     with pytest.raises(UnsafeCheckpointError, match="scheduler: refused a pickle that hides the names of its classes"):
         load_all(saved)
+
+
+def judged_slowly(data: bytes, allowed: set[tuple[str, str]] | None) -> str:
+    """What `scan_pickle` owes, opcode by opcode through the standard library."""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name not in _OPCODES or (opcode.name == "LONG_BINPUT" and argument > len(data)):
+                return "unsafe"
+            if allowed is not None and opcode.name == "STACK_GLOBAL":
+                return "unsafe"
+            if allowed is not None and opcode.name == "GLOBAL" and tuple(argument.split(" ", 1)) not in allowed:
+                return "unsafe"
+    except Exception:
+        return "damaged"
+    return "sound"
+
+
+def judged(data: bytes, allowed: set[tuple[str, str]] | None) -> str:
+    try:
+        scan_pickle(data, "here", allowed)
+    except UnsafeCheckpointError:
+        return "unsafe"
+    except DamagedCheckpointError:
+        return "damaged"
+    return "sound"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.binary(max_size=300),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.sets(st.integers())
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.integers(2, 5))
+def test_pickles_of_plain_values_pass_the_scan(value, protocol):
+    data = pickle.dumps(value, protocol)
+    assert judged(data, {("__builtin__", "set"), ("_codecs", "encode")}) == judged_slowly(
+        data, {("__builtin__", "set"), ("_codecs", "encode")}
+    )
+    assert judged(data, None) == "sound"
+
+
+@given(VALUES, st.integers(2, 5), st.integers(0), st.binary(min_size=1, max_size=9), st.booleans())
+def test_whatever_the_scan_lets_pass_the_standard_library_reads_alike(value, protocol, at, planted, strict):
+    data = bytearray(pickle.dumps(value, protocol))
+    at %= len(data)
+    data[at : at + len(planted)] = planted
+    allowed = set() if strict else None
+    slowly = judged_slowly(bytes(data), allowed)
+    # The standard library also decodes the arguments: what it cannot read, no unpickler can.
+    assert judged(bytes(data), allowed) == slowly or slowly == "damaged"
 
 
 # ---------------------------------------------------------------- nothing reaches out
@@ -417,3 +473,70 @@ def check_mutation(real_checkpoint, data, verify):
     if verify and name != storage.MANIFEST:
         assert found == {"step": 3, "extra": {"a": 1}}
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_of_two_pieces_join(first, second):
+    joined = storage.joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert joined == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1, 255, (1 << 20) + 3, 50_000_001])
+def test_checksums_of_long_pieces_join(length):
+    second = bytes(length)
+    assert storage.joined_crc32(zlib.crc32(b"first"), zlib.crc32(second), length) == zlib.crc32(
+        second, zlib.crc32(b"first")
+    )
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
+def test_checksums_of_files_read_in_pieces_are_those_of_the_whole(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", 7)
+    contents = {f"file{number}": random.Random(number).randbytes(size + number) for number in range(3)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert storage._crc32s(tmp_path, contents) == {name: f"{zlib.crc32(c):08x}" for name, c in contents.items()}
+
+
+class Long:
+    """A scheduler with a state of more than 64 KiB, which is written in one piece that no checksum follows."""
+
+    def state_dict(self):
+        return {"milestones": list(range(50_000))}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "torch_sums", "parameters", "read_again"),
+    [
+        (None, True, 1, []),
+        (None, False, 1, []),  # torch.save is told to compute none
+        (Long(), True, 1, []),
+        (None, True, 500, [METADATA]),  # more than 64 KiB of names and places: nothing says their checksum
+    ],
+    ids=["from torch", "our own", "long state", "many names"],
+)
+def test_the_checksums_in_the_manifest_are_those_of_the_files(
+    tmp_path, monkeypatch, scheduler, torch_sums, parameters, read_again
+):
+    read, original = [], storage._crc32s
+    monkeypatch.setattr(storage, "_crc32s", lambda path, names: read.extend(names) or original(path, names))
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(torch_sums)
+    try:
+        model = nn.Sequential(nn.Linear(300, 200), *(nn.Linear(1, 1) for _ in range(parameters)))
+        save_checkpoint(tmp_path / "a", model=model, scheduler=scheduler)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert read == read_again
+    files = storage.read_manifest(tmp_path / "a")["files"]
+    assert sorted(files) == [METADATA, "__0_0.distcp"]
+    for name, facts in files.items():
+        assert facts["crc32"] == f"{zlib.crc32((tmp_path / 'a' / name).read_bytes()):08x}", name
+    load_checkpoint(tmp_path / "a", model=model, scheduler=scheduler, verify=True)
