@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from jupyter_client import KernelManager
 from torch.distributed.checkpoint.api import CheckpointException
+from traitlets.config import Config
 
 from fsdp_ema_lib.lab import cluster
 from fsdp_ema_lib.lab.cluster import RankError, ranks
@@ -384,19 +385,21 @@ def test_in_a_kernel_cells_run_on_ranks_and_end_with_it(kernel, watched_kernel):
     shown, error = kernel.run("def fails():\n    x = []\n    return x[3]\nr.run(fails)")
     assert error == "RankError" and "x[3]" in re.sub(r"\x1b\[[0-9;]*m", "", shown), "the source is not shown"
 
-    # An interrupt ends them, ...
-    hang = "%%px\nimport threading\nprint('waiting')\nthreading.Event().wait()"
-    shown, error = kernel.run(hang, on_output=lambda text: kernel.manager.interrupt_kernel())
-    assert error == "KeyboardInterrupt", shown
-    assert not any(psutil.pid_exists(pid) for pid in engines)
-    shown, error = kernel.run("%px rank")
-    assert error == "RuntimeError" and "these 2 ranks have ended: %%px was interrupted. Run the cell" in shown
-
-    # ... and so does the end of the kernel, whatever it is.
-    shown, error = kernel.run("r = ranks(1, device='cpu')\nr.places")
-    assert error is None, shown
+    # A killed kernel cannot clear up.
     kernel.manager.signal_kernel(signal.SIGKILL)
     assert_nothing_left(watched_kernel)
+
+
+@pytest.mark.slow
+def test_an_interrupted_cell_ends_the_ranks(kernel, watched_kernel):
+    shown, error = kernel.run("from fsdp_ema_lib.lab.cluster import ranks\nr = ranks(2, device='cpu')\nr.places")
+    assert error is None, shown
+    hang = "%%px\nimport threading\nprint('waiting')\nthreading.Event().wait()"
+    _, error = kernel.run(hang, on_output=lambda text: kernel.manager.interrupt_kernel())
+    assert error == "KeyboardInterrupt"
+    assert not any(psutil.pid_exists(pid) for pid in pids_of(shown))
+    shown, error = kernel.run("%px rank")
+    assert error == "RuntimeError" and "these 2 ranks have ended: %%px was interrupted. Run the cell" in shown
 
 
 @pytest.mark.slow
@@ -427,7 +430,9 @@ def profile(watched, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "profile_here").mkdir()
-    theirs = ipyparallel.Cluster(profile="here", cluster_id="", n=2, delay=0.0)
+    # An engine takes its time to end when it is asked to.
+    config = Config({"LocalProcessLauncher": {"stop_seconds_until_kill": 1}})
+    theirs = ipyparallel.Cluster(profile="here", cluster_id="", n=2, delay=0.0, config=config)
     client = theirs.start_and_connect_sync()
     yield client
     client.close()
