@@ -363,14 +363,14 @@ def training_progress(
         loss.set(title="Loss")
         apart.set(title="Distance to live", xlabel="optimizer step", ylabel="||average - live|| / ||live||")
         quality.set(title="Frechet distance", xlabel="optimizer step", ylabel="distance (lower is better)")
-        for axes in (apart, quality):
-            if axes.lines:
-                plain_log_axis(axes)
+        apart.set_ylim(bottom=0)
+        if frechet:
+            plain_log_axis(quality)
         for axes in (loss, apart, quality):
             axes.set_xlim(0, total_steps)
         for column, (name, batch) in enumerate(images.items(), start=2):
             axes = figure.add_subplot(grid[1, column])
-            axes.imshow(_tile(name, batch, 4, -1.0), vmin=-1.0, vmax=1.0)
+            axes.imshow(_tile(name, batch, 5, -1.0), vmin=-1.0, vmax=1.0)
             axes.set_title(f"{name} draws")
             axes.set_axis_off()
         if title:

@@ -46,7 +46,7 @@ def progress():
         STEPS,
         {"EMA 0.9": [0.1, 0.2, 0.3]},
         pair,
-        {name: torch.zeros(20, 8, 8) for name in pair},
+        {name: torch.zeros(30, 8, 8) for name in pair},
         total_steps=1000,
         reference=("real digits", 3.0),
         title="Some training",
