@@ -225,6 +225,8 @@ def _rank_main(rank: int, job: _Job) -> None:
     log = job.file(f"rank{rank}.log").open("w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    # The server that this is forked from lives as long as a rank does, so nothing else would end it.
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         # A kernel's own backend would want the kernel.
         os.environ["MPLBACKEND"] = "Agg"
@@ -242,6 +244,13 @@ def _rank_main(rank: int, job: _Job) -> None:
         sys.stdout.flush()
         # Not sys.exit: the end of an interpreter with a broken group may wait for ranks that are dead.
         os._exit(1)
+
+
+def _end_with_the_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def _train(rank: int, job: _Job) -> None:

@@ -1,4 +1,6 @@
 import signal
+import sys
+import time
 
 import psutil
 import pytest
@@ -74,6 +76,37 @@ def test_an_attempt_that_ends_otherwise_is_an_error_with_the_log(tmp_path):
     config = TrainingConfig(steps=3, hidden=32, wrapper="none")
     with pytest.raises(RuntimeError, match=r"attempt 2: expected rank 0 killed in step 1, got exit codes \[0\]"):
         run_with_kills(tmp_path, config, [Kill(0, 3, "training"), Kill(0, 1, "training")], ranks=1, save_every=2)
+
+
+ENDLESS = """
+import sys
+from fsdp_ema_lib.lab.killed_run import run_with_kills
+from fsdp_ema_lib.lab.training import TrainingConfig
+
+if __name__ == "__main__":
+    run_with_kills(sys.argv[1], TrainingConfig(steps=10**6, hidden=32, wrapper="fsdp2"), save_every=10**6)
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
+    records = tmp_path / "attempt1.jsonl"
+    (tmp_path / "program.py").write_text(ENDLESS)
+    caller = psutil.Popen([sys.executable, str(tmp_path / "program.py"), str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 120
+        while not (records.is_file() and records.read_text().count("step") > 3):
+            assert time.monotonic() < deadline and caller.poll() is None, "the training did not start"
+            time.sleep(0.1)
+        started = caller.children(recursive=True)
+        assert len(started) == 4, "two ranks, the server, and Python's resource tracker"
+    finally:
+        caller.kill()
+        caller.wait()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    for process in alive:
+        process.kill()
+    assert alive == []
 
 
 def test_no_process_is_left(run, one_server):
