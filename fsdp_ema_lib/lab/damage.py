@@ -205,7 +205,7 @@ def plant_a_pickle(newest: Path, older: Path) -> None:
     """A pickle that runs a shell command where it is opened, and a manifest that fits it."""
     (newest / METADATA).write_bytes(pickle.dumps(_Trap(newest.parent / TRACE)))
     manifest = storage.read_manifest(newest)
-    manifest["files"] |= storage.seal([newest / METADATA])
+    manifest["files"] |= storage.seal([newest / METADATA], sums={})
     (newest / storage.MANIFEST).unlink()
     storage.write_manifest(newest, manifest)
 
