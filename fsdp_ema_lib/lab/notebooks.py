@@ -492,6 +492,8 @@ def _parameter_complaints(notebook: nbformat.NotebookNode, path: Path) -> list[s
         return [f"one code cell tagged parameters expected, found {len(cells)}"]
     parameters, complaints = _read_parameters(cells[0].source)
     complaints += [f"parameter {name}: no comment behind it" for name, p in parameters.items() if not p.help]
+    untyped = [name for name, p in parameters.items() if p.default in (None, [], {}, ())]
+    complaints += [f"parameter {name}: its default says no type, so anything would be taken" for name in untyped]
     complaints += [f"no parameter {name}" for name in HOME_PARAMETERS if name not in parameters]
     home = f"outputs/{path.stem}"
     if "output_dir" in parameters and parameters["output_dir"].default != home:
@@ -518,13 +520,19 @@ def _cell_complaints(cell: nbformat.NotebookNode) -> list[str]:
 def _closing_complaints(notebook: nbformat.NotebookNode) -> list[str]:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     nodes = list(ast.walk(_parse(code[-1]))) if code else []
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    written = [argument for call in calls if call.func.id == "write_metrics" for argument in call.args]
     complaints = []
-    if "write_metrics" not in called:
+    if not written:
         complaints.append("the last code cell does not call write_metrics")
-    if not any(isinstance(node, ast.Assert) for node in nodes):
-        complaints.append("the last code cell asserts nothing")
+    asserted = [node.test for node in nodes if isinstance(node, ast.Assert)]
+    if not _names_in(written) & _names_in(asserted):
+        complaints.append("the last code cell asserts nothing that it writes: assert the claims of write_metrics")
     return complaints
+
+
+def _names_in(nodes: Collection[ast.expr]) -> set[str]:
+    return {node.id for root in nodes for node in ast.walk(root) if isinstance(node, ast.Name)}
 
 
 def functions_defined(path: str | Path) -> set[str]:

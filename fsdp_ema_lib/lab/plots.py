@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from fsdp_ema_lib.lab import figure_check
 
 # Okabe and Ito (2008), "Color Universal Design". Black and yellow come last: black marks the live
 # weights (`series_colors`), and yellow is hard to see on white.
@@ -83,7 +86,7 @@ def save(figure: Figure, folder: str | Path, name: str) -> Path:
     """Write a figure as `folder/name.png` (120 dpi, for the screen) and `folder/name.svg` (for print).
 
     The same data drawn anew give the same bytes. The figure stays open, so a notebook shows it when the cell ends;
-    naming it on the cell's last line as well would show it twice.
+    naming it on the cell's last line as well would show it twice. Every axis must say what it shows (`figure_check`).
 
     Args:
         figure: the figure to write.
@@ -94,7 +97,11 @@ def save(figure: Figure, folder: str | Path, name: str) -> Path:
         The path of the PNG.
 
     Raises:
-        ValueError: `name` is empty, holds a path separator, or has the suffix of another kind of picture.
+        ValueError: `name` is empty, holds a path separator, or has the suffix of another kind of picture; or an axis
+            has no label (all are named).
+
+    Warns:
+        FigureWarning: text is cut off, a legend lies over data, or labels collide. The files are written all the same.
 
     Example:
         >>> import tempfile
@@ -110,6 +117,11 @@ def save(figure: Figure, folder: str | Path, name: str) -> Path:
             f'name must be a plain file name such as "loss" or "loss.png", got {name!r}. '
             "Give the directory as `folder`; figures are written as PNG and as SVG."
         )
+    if complaints := figure_check.unlabelled(figure):
+        raise ValueError(
+            f"{stem}: {'; '.join(complaints)}. Say what each axis shows, with its unit: axes.set(xlabel=, ylabel=), "
+            "figure.supxlabel for panels that share it, or axes.set_axis_off() for a picture."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.png"
@@ -117,6 +129,8 @@ def save(figure: Figure, folder: str | Path, name: str) -> Path:
     figure.savefig(path, dpi=_STYLE["savefig.dpi"], metadata={"Software": None})
     with style():  # for the ids in the SVG
         figure.savefig(path.with_suffix(".svg"), metadata={"Creator": None, "Date": None})
+    for complaint in figure_check.hard_to_read(figure):
+        warnings.warn(f"{path.name}: {complaint}", figure_check.FigureWarning, stacklevel=2)
     return path
 
 

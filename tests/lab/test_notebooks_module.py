@@ -21,7 +21,11 @@ from fsdp_ema_lib.lab.notebooks import (
     write_metrics,
 )
 
-CLOSING = 'write_metrics(output_dir, {"it ran": True}, {}, at_defaults=True)\nassert True'
+CLOSING = """\
+claims = {"it ran": True}
+write_metrics(output_dir, claims, {}, at_defaults=True)
+assert all(claims.values())"""
+NO_CLAIM = "the last code cell asserts nothing that it writes: assert the claims of write_metrics"
 
 
 def test_relative_output_folders_hang_from_the_repository_wherever_the_notebook_runs(tmp_path, monkeypatch):
@@ -265,7 +269,15 @@ def disorder_takes(notebook):
 
 
 def disorder_assert(notebook):
-    notebook.cells[-1].source = notebook.cells[-1].source.replace("assert True", "True")
+    notebook.cells[-1].source = notebook.cells[-1].source.replace("assert all", "all")
+
+
+def disorder_assertion_of_nothing(notebook):
+    notebook.cells[-1].source = notebook.cells[-1].source.replace("all(claims.values())", "True")
+
+
+def disorder_type(notebook):
+    notebook.cells[1].source = notebook.cells[1].source.replace("[0.9, 0.99]", "None")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +291,7 @@ def disorder_assert(notebook):
         (disorder_second_parameters, "one code cell tagged parameters expected, found 2"),
         (disorder_order, "the last code cell does not call write_metrics"),
         (disorder_class, "cell 'step-1': defines class Mine; classes live in the library"),
-        (disorder_length, "cell 'step-1': 62 lines of code, more than a screen of 50"),
+        (disorder_length, "cell 'step-1': 63 lines of code, more than a screen of 50"),
         (disorder_help, "parameter steps: no comment behind it"),
         (disorder_device, "no parameter device"),
         (disorder_output_dir, "parameter output_dir: \"outputs/09_small\" expected, found 'outputs/08_other'"),
@@ -287,7 +299,9 @@ def disorder_assert(notebook):
         (disorder_question, "the first sentence under the title is not a question"),
         (disorder_needs, "the first cell has no **Needs:** line"),
         (disorder_takes, "the first cell has no **Takes:** line"),
-        (disorder_assert, "the last code cell asserts nothing"),
+        (disorder_assert, NO_CLAIM),
+        (disorder_assertion_of_nothing, NO_CLAIM),
+        (disorder_type, "parameter decays: its default says no type, so anything would be taken"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_ema_lib.lab.notebooks import functions_defined, hygiene, inspect_notebook
+from fsdp_ema_lib.lab.notebooks import functions_defined, hygiene, inspect_notebook, read_notebook
 from fsdp_ema_lib.lab.runs import LOG_FILE, run_notebook
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,19 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: pat
 def run_and_check(path: Path, folder: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     result = run_notebook(inspect_notebook(path), parameters, folder, timeout=280.0)
     assert result.passed, f"{result.error}\n{(folder / LOG_FILE).read_text()[-4000:]}"
-    assert any(path.stat().st_size > 1000 for path in folder.glob("*.png")), "no figure was saved"
+    check_figures(folder, read_notebook(folder / path.name))
     return json.loads((folder / "metrics.json").read_text())
+
+
+def check_figures(folder: Path, executed: Any) -> None:
+    """Every figure went through `plots.save`, which refuses one without labels, and none is hard to read."""
+    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = sum("image/png" in output.get("data", {}) for output in outputs)
+    saved = [path for path in folder.glob("*.png") if path.stat().st_size > 1000]
+    assert saved, "no figure was saved"
+    assert shown <= len(saved), f"{shown} figures are shown, and only {len(saved)} were saved by plots.save"
+    warned = [output.text for output in outputs if output.get("name") == "stderr" and "FigureWarning" in output.text]
+    assert not warned, "".join(warned)
 
 
 def test_notebooks_are_numbered_from_one_without_a_gap():
