@@ -80,6 +80,8 @@ def _die_with_the_caller(mark: str) -> None:
 
 def _execute(job: dict[str, Any], report: Callable[..., None]) -> None:
     """Run the notebook, reporting each cell; raises what went wrong."""
+    # Most of the time that importing papermill takes, and used by nothing here: see `light_nbformat`.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     from papermill.engines import NBClientEngine, papermill_engines
     from papermill.execute import execute_notebook
 

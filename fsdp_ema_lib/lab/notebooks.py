@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
+
+from fsdp_ema_lib.lab.light_nbformat import nbformat
 
 METRICS_FILE = "metrics.json"
 
