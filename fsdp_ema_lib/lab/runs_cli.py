@@ -353,9 +353,7 @@ def _summary(columns: list[str], rows: list[tuple[list[str], RunResult, str]], l
 def _exit(results: Mapping[str, RunResult], count: int, interrupted: bool) -> None:
     if interrupted:
         ended = sum(result.status != "interrupted" for result in results.values())
-        typer.echo(
-            f"interrupted; {count - ended} of {count} runs did not finish. The same command takes them up again."
-        )
+        typer.echo(f"interrupted; {count - ended} of {count} runs did not finish")
         raise typer.Exit(INTERRUPTED)
     if not all(result.passed for result in results.values()):
         raise typer.Exit(FAILED)

@@ -173,14 +173,10 @@ def plan_sweep(
     if not axes:
         raise NotebookError("nothing to sweep over; give a parameter and its values, such as -p seed=0:4")
     check_parameters(info, {name: values[0] for name, values in axes.items()})
-    typed = {
-        name: [check_parameters(info, {name: value})[name] for value in axes[name]]
-        for name in info.parameters or {}
-        if name in axes
-    }
+    typed = {name: [check_parameters(info, {name: value})[name] for value in values] for name, values in axes.items()}
     jobs = []
     for combination in combinations(typed, paired=paired):
-        label = cell_name(combination)
+        label = cell_name({name: combination[name] for name in info.parameters or {} if name in combination})
         jobs.append(Job(info, combination, Path(folder) / label, label))
     return jobs
 

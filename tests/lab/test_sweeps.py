@@ -97,6 +97,8 @@ def test_folders_do_not_depend_on_the_order_of_what_is_typed(make, tmp_path):
     back = plan_sweep(info, {"decay": ["1e-3", 1], "seed": [1, 0]}, tmp_path)
     names = {"decay=1.0,seed=0", "decay=1.0,seed=1", "decay=0.001,seed=0", "decay=0.001,seed=1"}
     assert {job.folder.name for job in there} == {job.folder.name for job in back} == names
+    assert [job.parameters["seed"] for job in there] == [0, 0, 1, 1], "what was typed first varies slowest"
+    assert [job.parameters["seed"] for job in back] == [1, 0, 1, 0]
     assert {type(job.parameters["decay"]) for job in there} == {float}
 
 
@@ -112,7 +114,7 @@ def test_names_of_folders_stay_apart_short_and_plain():
         (["-p", "no_such=1,2"], "01_first has no parameter no_such. It takes:\n"),
         (["-p", "seed=1,many"], "01_first: seed: expected a whole number, like 0, found 'many' (str)"),
         (["-p", "seed=0:4", "-p", "seed=9"], "-p seed=0:4 and -p seed=9: seed is given twice"),
-        (["-p", "seed=0:4", "-p", "decay=0.1,0.2", "--paired"], "found: decay has 2, seed has 4"),
+        (["-p", "seed=0:4", "-p", "decay=0.1,0.2", "--paired"], "found: seed has 4, decay has 2"),
         (["-p", "output_dir=a,b"], "use --output instead"),
         (["-p", "seed=0,1", "--ranks", "2"], "--ranks: 01_first has no parameter ranks, world_size or world_sizes"),
         (["-p", "seed=0,1", "--device", "cpu"], "01_first has no parameter device"),
