@@ -36,7 +36,6 @@ class Cells:
         row = self.passed.setdefault(test, {}).setdefault(layout, {})
         row.setdefault(world_size, []).append(str(dtype).removeprefix("torch."))
 
-
     def join(self, passed: dict[str, dict[str, dict[int, list[str]]]]) -> None:
         """Take over what another worker of this run saw."""
         for test, rows in passed.items():

@@ -27,7 +27,7 @@ from fsdp_ema_lib.lab.notebooks import read_notebook
 
 TEMPLATES = Path(__file__).with_name("templates")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-INSTEAD_OF_A_WIDGET = "A widget stands here in JupyterLab. What it shows at the run's parameters is in the figures."
+INSTEAD_OF_A_WIDGET = "(A widget, which works in JupyterLab only.)"
 # What is shown of an output that comes in several formats: the first of these.
 _FORMATS = ["text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/latex", "text/plain"]
 _TAGS = set(bleach.ALLOWED_TAGS) | set(

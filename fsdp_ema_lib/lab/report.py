@@ -28,7 +28,7 @@ from PIL import Image
 from fsdp_ema_lib.lab.notebook_html import TEMPLATES, write_html
 from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
 from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, RunResult, load_result
-from fsdp_ema_lib.lab.sweep_plots import MOST_LINES, metric_by_parameter
+from fsdp_ema_lib.lab.sweep_plots import MOST_LINES, means, metric_by_parameter
 
 REPORT_FILE = "report.html"
 THUMBNAIL = (300, 200)  # pixels, at most
@@ -104,7 +104,7 @@ def collect(folder: Path) -> list[Run]:
             runs.append(Run(result, name, numbers, sorted(path.parent.glob("*.png"))))
     if not runs:
         raise NotebookError(f"{folder}: no run in it. Run notebooks first: fsdp-ema run, or fsdp-ema sweep")
-    return sorted(runs, key=lambda run: (run.result.notebook, run.name.count("/"), _sortable(run.result.settings)))
+    return sorted(runs, key=lambda run: (run.result.notebook, run.name.count("/"), _sortable(_ordered(run.result))))
 
 
 def numbers_of(values: Any) -> dict[str, dict[str, float]]:
@@ -124,6 +124,11 @@ def numbers_of(values: Any) -> dict[str, dict[str, float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _ordered(result: RunResult) -> dict[str, Any]:
+    """All parameters, those that were given first, in the order in which they were."""
+    return {**result.parameters, **result.settings}
 
 
 def _sortable(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:
@@ -196,9 +201,11 @@ def _row(run: Run, links: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _failure(run: Run, links: Mapping[str, str]) -> dict[str, Any]:
-    log = Path(run.result.folder) / LOG_FILE
-    tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:] if log.is_file() else ""
-    return {**_row(run, links), "error": run.result.error, "traceback": run.result.traceback or tail.strip()}
+    result, tail = run.result, ""
+    log = Path(result.folder) / LOG_FILE
+    if result.status in ("failed", "timed out") and log.is_file():
+        tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:].strip()
+    return {**_row(run, links), "error": result.error, "traceback": result.traceback or tail}
 
 
 def _section(stem: str, runs: list[Run], links: Mapping[str, str], start: Path) -> dict[str, Any]:
@@ -241,8 +248,8 @@ def _opening(runs: Iterable[Run]) -> tuple[str, str]:
 
 
 def _varied(runs: Sequence[Run]) -> list[str]:
-    """Parameters that differ between the runs, in the order of the notebook."""
-    names = dict.fromkeys(name for run in runs for name in run.result.settings)
+    """Parameters that differ between the runs."""
+    names = dict.fromkeys(name for run in runs for name in _ordered(run.result))
     return [name for name in names if len({_shown(run.result.settings.get(name)) for run in runs}) > 1]
 
 
@@ -330,11 +337,11 @@ def _lines(
     for (key, group), values in points.items():
         title = _label(metric, key) if others else _label(metric, "")
         plots.setdefault(title, {})[group if others else key] = _alike(values)
+    # What only the seed moves lies at the same height everywhere: there is nothing to see.
     return [
         (title, dict(list(lines.items())[:MOST_LINES]))
         for title, lines in plots.items()
-        if len({x for values in lines.values() for x, _ in values}) > 1
-        and len({y for values in lines.values() for _, y in values}) > 1
+        if any(len(set(means(points).values())) > 1 for points in lines.values())
     ]
 
 

@@ -293,7 +293,7 @@ class _Display:
         self.bars.advance(self._all)
         place = f" ({len(self.results)} of {self.count})" if self.count > 1 else ""
         line = f"{escape(job.label)} {colored(result.status)} after {result.seconds:.1f} s{place}"
-        if not result.passed:
+        if not result.passed and result.status != "interrupted":
             see = Path(result.folder) / LOG_FILE
             line += f"\n  {escape(result.error)}" + (f"\n  see {escape(str(see))}" if see.is_file() else "")
         self.bars.console.print(line, highlight=False, soft_wrap=True)

@@ -51,13 +51,13 @@ def metric_by_parameter(
         axes = figure.subplots()
         colors = plots.series_colors(list(lines))
         for name, points in lines.items():
-            means = _means(points)
-            axes.plot([place[x] for x in means], list(means.values()), "-", color=colors[name], label=_plain(name))
+            middle = means(points)
+            axes.plot([place[x] for x in middle], list(middle.values()), "-", color=colors[name], label=_plain(name))
             xs, ys = zip(*((place[x], y) for x, y in points), strict=True)
             axes.plot(xs, ys, "o", color=colors[name], alpha=0.55, markersize=4.5)
         _scale_x(axes, ordered, numeric)
         everything = [y for points in lines.values() for _, y in points]
-        if min(everything) > 0 and max(everything) / min(everything) > 20:
+        if min(everything) > 0 and max(everything) / min(everything) > 5:
             axes.set_yscale("log")
         axes.set(xlabel=_plain(parameter), ylabel=_plain(metric))
         what = "line: mean over runs, points: runs" if averaged else "each point is one run"
@@ -68,8 +68,13 @@ def metric_by_parameter(
     return figure
 
 
-def _means(points: Sequence[tuple[Any, float]]) -> dict[Any, float]:
-    """Mean of the metric at each value of the parameter, in their order."""
+def means(points: Sequence[tuple[Any, float]]) -> dict[Any, float]:
+    """Mean of the metric at each value of the parameter, in their order.
+
+    Example:
+        >>> means([(0.99, 3.0), (0.9, 4.0), (0.9, 5.0)])
+        {0.9: 4.5, 0.99: 3.0}
+    """
     found: dict[Any, list[float]] = {}
     for x, y in sorted(points, key=lambda point: point[0]):
         found.setdefault(x, []).append(y)

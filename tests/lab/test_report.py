@@ -32,7 +32,8 @@ def leave_run(folder: Path, notebook: str = "04_x", status: str = "passed", valu
         "parameters": settings,
         "finished": "2030-01-02T03:04:05+00:00",
         "traceback": "" if status == "passed" else f"Traceback\nValueError: {EVIL}",
-        "settings": {"steps": 300, **settings},
+        # A notebook has its parameters in another order than the one they were given in.
+        "settings": {"steps": 300, **dict(reversed(settings.items()))},
         "digests": {},
         "versions": {"python": "3.11.7", "torch": "2.13.0"},
         "commit": "0123456789abcdef-dirty",
@@ -133,10 +134,9 @@ def test_several_varied_parameters_give_a_line_for_each_combination(tmp_path, mo
     found = report._plots(collect(tmp_path), ["decay", "rate"])[0]
     assert [plot["alt"] for plot in found] == [
         "distance: average by decay",
-        "distance: live by decay",
         "distance: average by rate",
         "distance: live by rate",
-    ]
+    ], "the live weights do not depend on the decay"
 
 
 def test_the_line_of_a_plot_is_the_mean_and_the_points_are_the_runs():
@@ -203,10 +203,20 @@ def test_numbers_are_picked_out_of_any_metrics():
     assert numbers_of(None) == numbers_of([1]) == {}
 
 
-def test_runs_are_in_the_order_of_their_parameters(tmp_path):
-    for seed in (10, 2, 1):
-        leave_run(tmp_path / f"seed={seed}", seed=seed)
-    assert [run.name for run in collect(tmp_path)] == ["seed=1", "seed=2", "seed=10"]
+def test_runs_are_in_the_order_of_the_parameters_that_were_given(tmp_path):
+    for decay, seed in ((0.99, 2), (0.9, 10), (0.9, 2)):
+        leave_run(tmp_path / f"{decay}-{seed}", decay=decay, seed=seed)
+    assert [run.name for run in collect(tmp_path)] == ["0.9-2", "0.9-10", "0.99-2"]
+
+
+def test_a_log_stands_in_for_a_traceback_where_something_went_wrong(tmp_path):
+    for status in ("timed out", "interrupted"):
+        run = leave_run(tmp_path / status, status=status)
+        record = json.loads((run / RESULT_FILE).read_text())
+        (run / RESULT_FILE).write_text(json.dumps({**record, "traceback": ""}))
+        (run / "run.log").write_text(f"the log of what {status}")
+    text = Page(write_report(tmp_path).read_text()).text
+    assert "the log of what timed out" in text and "the log of what interrupted" not in text
 
 
 @pytest.mark.parametrize(
