@@ -23,7 +23,7 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from traitlets.config import Config
 
-from fsdp_ema_lib.lab.notebooks import read_notebook
+from fsdp_ema_lib.lab.notebooks import read_notebook, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -58,10 +58,7 @@ def write_html(executed: str | Path, target: str | Path) -> Path:
             if WIDGET_VIEW in output.get("data", {}):
                 output.data = nbformat.NotebookNode({"text/plain": INSTEAD_OF_A_WIDGET})
     page, _ = OfflineExporter().from_notebook_node(notebook)
-    target = Path(target)
-    partial = target.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    return partial.replace(target)
+    return write_whole(Path(target), page)
 
 
 class OfflineExporter(HTMLExporter):

@@ -20,6 +20,7 @@ import yaml
 from IPython.core.inputtransformer2 import TransformerManager
 
 from fsdp_ema_lib.lab.light_nbformat import nbformat
+from fsdp_ema_lib.storage import replacing
 
 METRICS_FILE = "metrics.json"
 
@@ -72,6 +73,26 @@ def output_folder(output_dir: str | Path) -> Path:
             "Remove that file or choose another output_dir."
         ) from error
     return folder
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file whole or not at all: whoever reads it finds the old text or the new one.
+
+    Raises:
+        OSError: a full disk, for instance; it names the file, and what was there before still is.
+
+    Example:
+        >>> import tempfile
+        >>> write_whole(Path(tempfile.mkdtemp()) / "result.json", "{}").read_text()
+        '{}'
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        # A write that fails does not say of which file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return path
 
 
 def write_metrics(

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fsdp_ema_lib.lab.notebook_html import TEMPLATES, write_html
-from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
+from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook, write_whole
 from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, RunResult, load_result
 from fsdp_ema_lib.lab.sweep_plots import MOST_LINES, means, metric_by_parameter
 
@@ -82,9 +82,7 @@ def write_report(
             on_progress(number, len(runs))
     links = {name: _link(page, output.parent) for name, page in pages.items() if page is not None}
     text = _render(folder, runs, links, output.parent)
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(output)
+    return write_whole(output, text)
 
 
 def collect(folder: Path) -> list[Run]:

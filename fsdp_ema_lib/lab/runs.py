@@ -27,6 +27,7 @@ from fsdp_ema_lib.lab.notebooks import (
     check_parameters,
     read_notebook,
     repo_root,
+    write_whole,
 )
 
 RESULT_FILE = "result.json"
@@ -297,18 +298,14 @@ def _finish(record: RunResult, outcome: _Outcome, seconds: float) -> RunResult:
         _write(result)
     except OSError as error:
         # On a full disk. The old record is in its place: unfinished, so the next sweep runs this again.
-        complaint = f"its result could not be recorded: {error.strerror}: {Path(record.folder) / RESULT_FILE}"
+        complaint = f"its result could not be recorded: {error.strerror}: {error.filename}"
         result = replace(result, status="failed", error="; ".join(filter(None, (outcome.error, complaint))))
     return result
 
 
 def _write(result: RunResult) -> None:
-    """Write the record whole or not at all."""
     record = {name: value for name, value in asdict(result).items() if name != "folder"}
-    path = Path(result.folder) / RESULT_FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(Path(result.folder) / RESULT_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> Any:

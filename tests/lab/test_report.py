@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import re
+import resource
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -235,6 +236,20 @@ def test_a_report_that_cannot_be_made_says_so(tmp_path, monkeypatch, arguments, 
     outcome = CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)
     assert outcome.exit_code == code
     assert error in outcome.stderr and "Traceback" not in outcome.output
+
+
+def test_a_disk_too_full_for_the_report_leaves_the_old_one(tmp_path):
+    leave_run(tmp_path / "a")
+    page = write_report(tmp_path)
+    before, limits = page.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, limits[1]))
+    try:
+        outcome = CliRunner().invoke(app, ["report", str(tmp_path)], catch_exceptions=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert outcome.exit_code == 1
+    assert f"error: the report cannot be written: File too large: {page}" in outcome.stderr
+    assert page.read_bytes() == before and [path.name for path in tmp_path.iterdir() if path.is_file()] == [page.name]
 
 
 def test_the_command_writes_the_page_and_says_where(outputs, monkeypatch):
