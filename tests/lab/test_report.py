@@ -3,6 +3,8 @@ import json
 import os
 import re
 import resource
+import shutil
+import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -94,6 +96,21 @@ def test_the_page_holds_every_run_and_loads_nothing_from_elsewhere(outputs):
     assert f"ValueError: {EVIL}" in page.text, "the traceback, as text"
     assert f"label={EVIL}" in page.text
     assert "1.235e+04" in page.text
+
+
+@pytest.mark.browser
+def test_the_tables_come_alive_in_a_browser_without_a_network(outputs, tmp_path):
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("Chromium is not installed: apt-get install chromium")
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom"]
+    page = write_report(outputs).as_uri()
+    shown = subprocess.run([*command, page], capture_output=True, text=True, timeout=100, check=True).stdout
+    assert 'data-ready="true"' in shown, "the script came to its end"
+    text = Page(shown).text
+    assert "Showing 1 to 7 of 7 entries" in text and "Showing 1 to 6 of 6 entries" in text
+    assert shown.count('placeholder="folder"') == 1, "a field to filter by"
 
 
 def test_the_notebooks_beside_the_page_load_nothing_and_are_written_once(outputs):
