@@ -58,7 +58,7 @@ def metric_by_parameter(
         _scale_x(axes, ordered, numeric)
         everything = [y for points in lines.values() for _, y in points]
         if min(everything) > 0 and max(everything) / min(everything) > 5:
-            axes.set_yscale("log")
+            plots.plain_log_axis(axes)
         axes.set(xlabel=_plain(parameter), ylabel=_plain(metric))
         what = "line: mean over runs, points: runs" if averaged else "each point is one run"
         axes.set_title(f"{_plain(metric)} by {_plain(parameter)}\n", fontweight="bold", fontsize=10)

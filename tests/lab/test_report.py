@@ -168,6 +168,13 @@ def test_the_line_of_a_plot_is_the_mean_and_the_points_are_the_runs():
     assert axes.get_ylabel() == r"\$d\$" and axes.get_xlabel() == "decay"
 
 
+def test_a_metric_over_a_wide_range_has_plain_numbers_on_a_logarithmic_axis():
+    wide = metric_by_parameter({"": [(0, 5.0), (1, 40.0)]}, parameter="x", metric="y", averaged=False).axes[0]
+    assert wide.get_yscale() == "log" and wide.yaxis.get_major_formatter()(20.0) == "20"
+    narrow = metric_by_parameter({"": [(0, 0.0), (1, 40.0)]}, parameter="x", metric="y", averaged=False).axes[0]
+    assert narrow.get_yscale() == "linear"
+
+
 def test_text_values_stand_side_by_side():
     runs = {"": [("fsdp2", 1.0), ("ddp", 2.0), ("fsdp2", 3.0)]}
     axes = metric_by_parameter(runs, parameter="wrapper", metric="m", averaged=False).axes[0]
