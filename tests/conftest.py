@@ -1,6 +1,8 @@
 """Fixtures that every test file may use."""
 
+import multiprocessing
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import pytest
@@ -14,6 +16,15 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def processes() -> BaseContext:
+    """Starts processes that have all modules imported already: one more costs a fork, not five seconds."""
+    context = multiprocessing.get_context("forkserver")
+    # The server starts once, with what the first test asks for. torch._dynamo is what fully_shard imports at first use.
+    context.set_forkserver_preload(["torch._dynamo", "test_checkpoint_faults", "test_agent_store"])
+    return context
 
 
 @pytest.fixture

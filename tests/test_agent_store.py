@@ -1,6 +1,5 @@
 """agent_store.py: the ranks of one start find each other in a store that earlier starts have used."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -110,10 +109,8 @@ def rank_that_is_killed(rank: int, port: int, replies) -> None:
     os._exit(1)
 
 
-def test_restarted_ranks_do_not_meet_the_dead_ones(agent):
+def test_restarted_ranks_do_not_meet_the_dead_ones(agent, processes):
     """With torch's own keys four starts of ten fail: two hang, two stop in gloo's connectFullMesh."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch.distributed", "fsdp_ema_lib.process_group", "test_agent_store"])
     for number in range(6):
         replies = processes.SimpleQueue()
         ranks = [processes.Process(target=rank_that_is_killed, args=(rank, agent.port, replies)) for rank in range(2)]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -89,14 +88,6 @@ def job(rank: int, folder: str, aside: str, point: int, victim: str, asynchronou
         checkpoints.wait()
         training.train(1)
     checkpoints.close()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that have torch imported already, so that one more costs a fork and not five seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "trainings", "test_checkpoint_faults"])
-    return context
 
 
 def run_job(processes, folder: Path, aside: Path, point: int, victim: str, asynchronous: bool, how: int) -> list[int]:
