@@ -6,7 +6,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -460,6 +460,39 @@ def _misfit(source: Any, shard: Shard, dtype: torch.dtype, cast: bool) -> str | 
     if not cast and torch.promote_types(source.dtype, dtype) != dtype:
         return f"the file holds {source.dtype}, which {dtype} cannot hold exactly; pass cast=True to round"
     return None
+
+
+@contextmanager
+def open_tensors(path: str | Path) -> Iterator[Mapping[str, Any]]:
+    """The full weights in a file, by name, read where they are sliced, for the length of a `with` block. Local.
+
+    Args:
+        path: as for `import_safetensors`, or a `.pt` file as for `import_pt`, of which it takes the average if there is
+            one.
+
+    Returns:
+        name -> something with `shape` and `dtype` (None for one that torch does not know); `[()]` reads all of it.
+
+    Raises:
+        As `import_safetensors` and `import_pt`.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> model = nn.Linear(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_safetensors(f"{folder}/ema.safetensors", EMA_FSDP(model), model)
+        ...     with open_tensors(f"{folder}/ema.safetensors") as tensors:
+        ...         torch.equal(tensors["weight"][()], model.weight)
+        True
+    """
+    path = Path(path)
+    if path.suffix in (".pt", ".pth") and path.is_file():
+        found = _open_pt(path, None, wants_ema=True)
+        yield {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        return
+    with ExitStack() as stack:
+        yield _open_safetensors(path, stack)
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Lazy]:
