@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,9 @@ from fsdp_ema_lib.lab.widgets import ErrorBox, panel, picture, png
 SHOWN = 30  # digits of each set of weights in the picture
 SLIDERS = ("decay", "learning_rate", "steps")
 BUTTONS = ("start", "pause", "resume", "stop")
+_DECAYS = (0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995)
+_RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+_STEPS = (100, 200, 500, 1000, 1500, 2000, 3000, 5000)
 _IDLE = ("ready", "stopped", "finished", "failed")
 #: Which buttons can be pressed in which state.
 _USEFUL = {"running": ("pause", "stop"), "paused": ("resume", "stop"), "stopping": ()}
@@ -248,29 +250,18 @@ class TrainingMonitor(ipywidgets.VBox):
 
 
 def _controls(config: TrainingConfig, decay: float) -> dict[str, Any]:
-    rate = config.learning_rate
     return {
-        "decay": ipywidgets.FloatSlider(
-            value=decay,
-            min=min(0.5, decay),
-            max=max(0.9995, decay),
-            step=0.0005,
-            readout_format=".5f",
-            description="decay",
-        ),
-        "learning_rate": ipywidgets.FloatLogSlider(
-            value=rate,
-            min=min(-5.0, math.log10(rate)),
-            max=max(-1.0, math.log10(rate)),
-            step=0.05,
-            readout_format=".2g",
-            description="learning rate",
-        ),
-        "steps": ipywidgets.IntSlider(
-            value=config.steps, min=min(50, config.steps), max=max(5000, config.steps), step=10, description="steps"
-        ),
+        "decay": _slider("decay", _DECAYS, decay),
+        "learning_rate": _slider("learning rate", _RATES, config.learning_rate),
+        "steps": _slider("steps", _STEPS, config.steps),
         **{name: ipywidgets.Button(description=name.capitalize()) for name in BUTTONS},
     }
+
+
+def _slider(description: str, usual: Sequence[float], value: float) -> ipywidgets.SelectionSlider:
+    # Over a list, because the page rounds the value of any other slider to its steps and sends that back.
+    options = [(f"{number:g}", number) for number in sorted({*usual, value})]
+    return ipywidgets.SelectionSlider(options=options, value=value, description=description)
 
 
 def _stop_the_one_before(monitor: TrainingMonitor) -> None:

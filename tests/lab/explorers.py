@@ -14,8 +14,9 @@ from fsdp_ema_lib.lab.runs import WIDGET_STATE, hidden_errors
 def move(control, value):
     """Set a control's value as the front end does: an error in a callback goes no further than the widget."""
     state = {"value": value}
-    if isinstance(control, ipywidgets.Dropdown):
-        state = {"index": control.options.index(value)}
+    if isinstance(control, ipywidgets.Dropdown | ipywidgets.SelectionSlider):
+        values = [option[1] if isinstance(option, tuple) else option for option in control.options]
+        state = {"index": values.index(value)}
     control._handle_msg({"content": {"data": {"method": "update", "state": state}}, "buffers": []})
 
 
