@@ -38,7 +38,8 @@ def shard_figure(found: ShardMap, *, rank: int | None = None) -> Figure:
     sent = {operation: found.total(operation) for operation in ("update", "full_state_dict")}
     title = (
         f"Elements per rank: {_row(found.elements())}\n"
-        f"Collectives per rank: {_row(sent['update'])} in an update, {_row(sent['full_state_dict'])} in a full export"
+        f"Collectives and messages per rank: {_row(sent['update'])} in an update, "
+        f"{_row(sent['full_state_dict'])} in a full export"
     )
     return rank_grid({f"{found.way}\n{ranks} rank{'s' * (ranks > 1)}": holders}, title=title)
 

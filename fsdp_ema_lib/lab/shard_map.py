@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.lab.cluster import ranks
@@ -47,9 +48,11 @@ class ShardMap:
         shapes: canonical parameter name to full shape.
         boxes: of each rank, name to the (offsets, sizes) of the hyper-rectangles that the layout says it holds.
         held: of each rank, name to the row-major numbers of the elements that are in its memory, read off the values.
-        collectives: operation to what each rank issued: collective to count.
-        gathers: how many collectives each rank needs for a full copy of the model on rank 0: one for each FSDP1 unit
-            whose ranks include rank 0, one for each dimension of its mesh over which a DTensor is split.
+        collectives: operation to what each rank issued: collective to count, and "send" and "recv" for messages.
+        gathers: predicted for a full copy of the model on rank 0: how many messages each rank sends or gets (one from
+            each other rank of rank 0's copy, for each FSDP1 unit, and for each DTensor of which that rank has a part),
+            and in how many collectives it takes part (for a DTensor that is split over several dimensions of its mesh,
+            one for each of them).
     """
 
     way: str
@@ -85,7 +88,7 @@ class ShardMap:
         return [sum(map(len, held.values())) for held in self.held]
 
     def total(self, operation: str) -> list[int]:
-        """How many collectives each rank issued in one of `OPERATIONS`."""
+        """How many collectives each rank issued and how many messages it sent or got in one of `OPERATIONS`."""
         return [sum(counts.values()) for counts in self.collectives[operation]]
 
     def rows_cut(self) -> list[str]:
@@ -115,6 +118,8 @@ def map_shards(world_size: int, *, min_num_params: int = 50_000_000, timeout_s: 
         >>> found = map_shards(2)["FSDP2 full"]
         >>> found.elements(), found.misplaced(), found.total("update")
         ([48, 37], [], [0, 0])
+        >>> found.gathers, found.total("full_state_dict")  # two more, in which the ranks tell each other of errors
+        ([6, 6], [8, 8])
     """
     ways = SIMPLE + (TWO_DIMENSIONAL if world_size >= 4 and world_size % 2 == 0 else ())
     with ranks(world_size, device="cpu", limit_s=timeout_s, quiet=True) as r:
@@ -157,16 +162,29 @@ def _look_at(way: str, min_num_params: int) -> dict[str, Any]:
 
 
 def _gathers(unit: Unit) -> int:
-    """In how many collectives this rank takes part when the unit is gathered on rank 0."""
+    """How many messages this rank sends or gets, or collectives it takes part in, while rank 0 gathers the unit."""
     if isinstance(unit, FlatUnit):
-        return int(unit.sharded and 0 in dist.get_process_group_ranks(unit.group))
-    tensors = [shard.registered for shard in unit.shards]
-    return sum(
-        size > 1 and not placement.is_replicate()
-        for tensor in tensors
-        if isinstance(tensor, DTensor)
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    )
+        return _messages([1] * unit.group.size(), dist.get_process_group_ranks(unit.group)) if unit.sharded else 0
+    return sum(_gathers_of(shard.registered) for shard in unit.shards if isinstance(shard.registered, DTensor))
+
+
+def _gathers_of(tensor: DTensor) -> int:
+    mesh = tensor.device_mesh
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(split) != 1:
+        return sum(mesh.size(dim) > 1 for dim in split)
+    rows, group = tensor.shape[tensor.placements[split[0]].dim], mesh.get_group(split[0])
+    each = -(-rows // group.size())
+    parts = [min(each, max(0, rows - number * each)) for number in range(group.size())]
+    return _messages(parts, dist.get_process_group_ranks(group))
+
+
+def _messages(parts: Sequence[int], ranks: Sequence[int]) -> int:
+    """One from each other rank that has a part, if rank 0 is among them: all of them on rank 0, elsewhere its own."""
+    if 0 not in ranks:
+        return 0
+    sent = {rank: int(part > 0) for rank, part in zip(ranks, parts, strict=True) if rank != 0}
+    return sum(sent.values()) if dist.get_rank() == 0 else sent[dist.get_rank()]
 
 
 def spread(model: nn.Module, way: str, min_num_params: int) -> nn.Module:
@@ -201,8 +219,22 @@ def _two_rows(rows: str, columns: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=(rows, columns))
 
 
+class _CountMessages(TorchDispatchMode):
+    """Counts what `CommDebugMode` does not: messages from one rank to one other."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        super().__init__()
+        self.counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if name in ("c10d.send", "c10d.recv_", "c10d.recv_any_source_"):
+            self.counted[name.removeprefix("c10d.").rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def _count_collectives(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Operation to collective to count, on this rank."""
+    """Operation to collective, "send" or "recv" to count, on this rank."""
     ema = EMA_FSDP(model, decay=0.9)
     inputs = torch.ones(2, 5)
     work: dict[str, tuple[Callable[[], Any], AbstractContextManager[Any]]] = {
@@ -213,10 +245,10 @@ def _count_collectives(model: nn.Module) -> dict[str, dict[str, int]]:
     }
     counts: dict[str, dict[str, int]] = {}
     for operation, (call, inside) in work.items():
-        with CommDebugMode() as counter:
+        counted: Counter[str] = Counter()
+        with CommDebugMode() as counter, _CountMessages(counted):
             with inside:
                 call()
-        counted: Counter[str] = Counter()
         for collective, count in counter.get_comm_counts().items():
             counted[str(collective).removeprefix("c10d.").rstrip("_")] += count
         counts[operation] = dict(counted)

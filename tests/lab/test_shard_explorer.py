@@ -37,7 +37,9 @@ def test_the_figure_shows_each_rank_in_its_rows_and_counts_what_it_holds_and_sen
     picture = figure.axes[0].images[0].get_array()
     for row in range(8):
         np.testing.assert_allclose(picture[row], np.tile(to_rgb(OKABE_ITO[row % 4]), (3, 1)))
-    assert figure.get_suptitle() == ("Elements per rank: 6\nCollectives per rank: 0 in an update, 3 in a full export")
+    assert figure.get_suptitle() == (
+        "Elements per rank: 6\nCollectives and messages per rank: 0 in an update, 3 in a full export"
+    )
     uneven = shard_figure(by_rows("a", 3))
     assert "Elements per rank: 9, 9, 6" in uneven.get_suptitle()
 
