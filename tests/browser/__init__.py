@@ -1,0 +1,1 @@
+"""JupyterLab in Chromium: every notebook opened, run and touched as a person would."""
