@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ipywidgets
+import traitlets
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -124,9 +125,15 @@ class Explorer(ipywidgets.VBox):
         self.redraw()
 
 
-def picture(name: str, alt: str) -> ipywidgets.Image:
+class Picture(ipywidgets.Image):
+    """An image that can have a tooltip: the front end stops at one on a widget that has no description."""
+
+    description = traitlets.Unicode("").tag(sync=True)
+
+
+def picture(name: str, alt: str) -> Picture:
     """An empty PNG of the class `NAME-picture` that is never wider than the page; `alt` says what it will show."""
-    image = ipywidgets.Image(format="png", tooltip=alt, layout=ipywidgets.Layout(max_width="100%"))
+    image = Picture(format="png", tooltip=alt, layout=ipywidgets.Layout(max_width="100%"))
     # Else the front end stretches it to the height of its neighbors.
     image.layout.object_fit, image.layout.align_self = "contain", "flex-start"
     return image.add_class(f"{name}-picture")
