@@ -43,7 +43,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant": ("decay",),
     "warm-up": ("decay",),
     "inverse gamma": ("decay",),
-    "half-life": ("decay",),
+    "half-life": ("half_life",),
     "half-life, share of training": ("share",),
     "power function": ("width",),
     "cosine": ("decay",),
@@ -333,7 +333,7 @@ def decay_explorer(
 ) -> Explorer:
     """Controls over a `DecayFigure` that follows them: schedule, decay, half-life, interval, precision.
 
-    Decay and half-life are two scales for one number. A control that the schedule does not depend on is switched off.
+    A control that the schedule does not depend on is switched off: the half-life belongs to the schedule of that name.
     A notebook draws the same figure once in a plain cell: viewers without a kernel show no widget.
 
     Args:
@@ -353,9 +353,9 @@ def decay_explorer(
 
     Example:
         >>> explorer = decay_explorer(decay=0.95, updates=50)
-        >>> explorer.controls["half_life"].value = 1.0
-        >>> explorer.controls["decay"].value, bytes(explorer.picture.value[:4]), explorer.errors.text
-        (0.5, b'\\x89PNG', '')
+        >>> explorer.controls["decay"].value = 0.5
+        >>> bytes(explorer.picture.value[:4]), explorer.errors.text
+        (b'\\x89PNG', '')
     """
     drawing = DecayFigure(updates=updates, noise=noise, seed=seed, device=device)
     # Whatever is chosen first, the others can be chosen later, so all must be right.
@@ -365,14 +365,14 @@ def decay_explorer(
     controls = _controls(schedule, decay, share, width, update_every, precision, updates)
 
     def adjust(changed: str) -> None:
-        if changed == "decay":
-            controls["half_life"].value = half_life_of(controls["decay"].value)
-        elif changed == "half_life":
-            controls["decay"].value = decay_from_half_life(controls["half_life"].value)
-        elif changed == "schedule":
+        if changed == "schedule":
             _switch(controls)
 
     def draw(schedule: str, half_life: float, update_every: int, precision: str, **numbers: float) -> bytes:
+        # Two sliders that set each other would never come to rest: the page rounds what it is given to a slider's own
+        # steps, and sends that back as if it was moved.
+        if schedule == "half-life":
+            numbers["decay"] = decay_from_half_life(half_life)
         chosen = make_schedule(schedule, updates=updates, **numbers)
         drawing.draw(chosen, update_every=update_every, precision=precision)
         return drawing.png()
@@ -434,4 +434,4 @@ def _switch(controls: dict[str, Any]) -> None:
     """Switch off the controls that the chosen schedule does not depend on."""
     used = SCHEDULES[controls["schedule"].value]
     for name in ("decay", "half_life", "share", "width"):
-        controls[name].disabled = ("decay" if name == "half_life" else name) not in used
+        controls[name].disabled = name not in used

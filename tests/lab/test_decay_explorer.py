@@ -211,7 +211,6 @@ def test_every_control_changes_the_picture_and_moving_it_back_restores_it():
     moves = {
         "schedule": "warm-up",
         "decay": 0.6,
-        "half_life": 5.0,
         "update_every": 7,
         "precision": NAIVE_BF16,
     }
@@ -221,16 +220,18 @@ def test_every_control_changes_the_picture_and_moving_it_back_restores_it():
         move(control, value)
         assert bytes(explorer.picture.value) != before, name
         move(control, old)
-        if name != "half_life":  # the way through it rounds the decay
-            assert bytes(explorer.picture.value) == before, name
+        assert bytes(explorer.picture.value) == before, name
     assert explorer.errors.text == ""
 
 
-@pytest.mark.parametrize(("schedule", "name"), [("half-life, share of training", "share"), ("power function", "width")])
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [("half-life", "half_life"), ("half-life, share of training", "share"), ("power function", "width")],
+)
 def test_controls_that_the_schedule_does_not_use_are_off(schedule, name):
     explorer = decay_explorer(0.97, updates=60)
     on = {name for name, control in explorer.controls.items() if not control.disabled}
-    assert on == {"schedule", "precision", "update_every", "decay", "half_life"}
+    assert on == {"schedule", "precision", "update_every", "decay"}
     move(explorer.controls["schedule"], schedule)
     on = {name for name, control in explorer.controls.items() if not control.disabled}
     assert on == {"schedule", "precision", "update_every", name}
@@ -239,23 +240,31 @@ def test_controls_that_the_schedule_does_not_use_are_off(schedule, name):
     assert bytes(explorer.picture.value) != before
 
 
-def test_decay_and_half_life_are_one_number_on_two_scales():
+def test_no_slider_sets_another_one_which_the_page_would_round_and_send_back():
     explorer = decay_explorer(0.9, updates=20)
     drawn = []
-    explorer._draw = lambda **values: drawn.append(values["decay"]) or b""
+    explorer._draw = lambda **values: drawn.append(values) or b""
     explorer.controls["decay"].value = 0.99
-    assert explorer.controls["half_life"].value == pytest.approx(math.log(0.5) / math.log(0.99))
     explorer.controls["half_life"].value = 1.0
-    assert explorer.controls["decay"].value == 0.5
-    assert drawn == [0.99, 0.5], "one picture per move"
+    assert [(values["decay"], values["half_life"]) for values in drawn] == [
+        (0.99, pytest.approx(decays.half_life_of(0.9))),
+        (0.99, 1.0),
+    ]
+
+
+def test_the_schedule_of_a_half_life_takes_it_from_its_slider():
+    explorer = decay_explorer(0.9, schedule="half-life", updates=60)
+    explorer.controls["half_life"].value = 3.0
+    drawing = DecayFigure(updates=60)
+    drawing.draw(decays.HalfLife(decays.half_life_of(decays.decay_from_half_life(3.0))))
+    assert bytes(explorer.picture.value) == drawing.png()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.2, 0.999999])
 def test_the_sliders_reach_decays_beyond_their_usual_range(decay):
     explorer = decay_explorer(decay, updates=20)
     assert explorer.controls["decay"].value == decay
-    explorer.controls["half_life"].value = 3.0
-    assert explorer.controls["decay"].value == pytest.approx(2 ** (-1 / 3))
+    assert explorer.controls["half_life"].value == pytest.approx(max(decays.half_life_of(decay), 0.1))
 
 
 def test_an_error_in_its_callback_is_shown_and_found_headless(monkeypatch, tmp_path):
