@@ -9,11 +9,12 @@ import shutil
 import signal
 import sys
 
-from kernel_host import end_marked
-
 
 def main() -> None:
     """Arguments: the mark that the cluster's processes carry, and their folder."""
+    # The file beside this one, found by its own name because this one runs as a script.
+    from kernel_host import end_marked
+
     mark, folder = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:

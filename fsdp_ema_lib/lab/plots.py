@@ -722,6 +722,6 @@ def _draw_attempts(
             fontsize=8,
             color="white" if inside else "black",
         )
-    axes.set_yticks(range(len(attempts)), [f"attempt {number + 1}" for number in range(len(attempts))])
-    axes.set(xlabel="optimizer step (dotted: a checkpoint)", ylim=(len(attempts) - 0.4, -0.6))
+    axes.set_yticks(range(len(attempts)), [str(number + 1) for number in range(len(attempts))])
+    axes.set(xlabel="optimizer step (dotted: a checkpoint)", ylabel="attempt", ylim=(len(attempts) - 0.4, -0.6))
     axes.grid(False)

@@ -255,6 +255,8 @@ def test_a_rank_that_is_killed_in_mid_call_ends_all_and_is_named(two, watched):
 
 @pytest.mark.gpu
 def test_on_cuda_every_rank_works_on_a_gpu_of_its_own(watched):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
     count = min(2, torch.cuda.device_count())
     with ranks(count, quiet=True) as r:
         assert [place.device for place in r.places] == [f"cuda:{number}" for number in range(count)]
@@ -290,6 +292,7 @@ def worker_hang():
 
 
 def test_a_hang_is_found_at_the_limit_and_says_where_it_was(two, watched):
+    two.run(worker_sum, [1, 1], factor=1)  # imports this file there, which may take longer than the limit
     two.limit_s = 1.0
     where = "(?s)worker_hang: rank 0, 1 of 2 not done after 1 s.*--- rank 0 ---.*in worker_hang.*--- rank 1 ---"
     with pytest.raises(TimeoutError, match=where):
