@@ -17,11 +17,14 @@ setup: $(READY)  ## build .venv (done by the others when it is missing or out of
 run: $(READY)  ## execute every notebook, results in outputs/
 	$(BIN)/fsdp-ema run
 
-test: $(READY) lint  ## lint, types and the tests, a few minutes
-	$(BIN)/python -m pytest
+# Two files of tests at a time; the browser's alone, because what a page shows in time depends on what else runs.
+test: $(READY) lint  ## lint, types and the tests, some ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not browser"
+	$(BIN)/python -m pytest -m "browser and not slow" tests/browser
 
 test-all: $(READY) lint  ## the same with the full products of the test axes
-	$(BIN)/python -m pytest -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not browser"
+	$(BIN)/python -m pytest -m browser tests/browser
 
 lint: $(READY)  ## style of code and notebooks, types of the core
 	$(BIN)/ruff check .
