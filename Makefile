@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint lab bench gpu-check
+.PHONY: help setup run test test-all test-browser lint lab bench gpu-check
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,14 +17,16 @@ setup: $(READY)  ## build .venv (done by the others when it is missing or out of
 run: $(READY)  ## execute every notebook, results in outputs/
 	$(BIN)/fsdp-ema run
 
-# Two files of tests at a time; the browser's alone, because what a page shows in time depends on what else runs.
 test: $(READY) lint  ## lint, types and the tests, some ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not browser"
-	$(BIN)/python -m pytest -m "browser and not slow" tests/browser
 
 test-all: $(READY) lint  ## the same with the full products of the test axes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not browser"
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# Alone: what a page shows in time depends on what else runs.
+test-browser: $(READY)  ## every notebook and explorer in JupyterLab, in Chromium
+	$(BIN)/python -m pytest -m "browser and not slow" tests/browser
 
 lint: $(READY)  ## style of code and notebooks, types of the core
 	$(BIN)/ruff check .
