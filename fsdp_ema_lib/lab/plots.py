@@ -149,13 +149,20 @@ def series_colors(names: Sequence[str]) -> dict[str, str]:
     return {name: colors.get(name, LIVE_COLOR) for name in names}
 
 
-def loss_curve(losses: Sequence[float], *, window: int = 50, title: str = "Training loss") -> Figure:
+def loss_curve(
+    losses: Sequence[float],
+    *,
+    window: int = 50,
+    title: str = "Training loss",
+    ylabel: str = "loss (mean squared error)",
+) -> Figure:
     """Draw the loss of every step, pale, under its mean over the last `window` steps.
 
     Args:
         losses: one finite value per step, first step first.
         window: steps in the trailing mean, at least 1; the first `window - 1` means are over the steps so far.
         title: title of the figure.
+        ylabel: what the loss is.
 
     Raises:
         ValueError: `losses` is empty, or `window` is below 1.
@@ -174,7 +181,7 @@ def loss_curve(losses: Sequence[float], *, window: int = 50, title: str = "Train
     with style():
         figure, axes = plt.subplots()
         _draw_losses(axes, values, window)
-        axes.set(title=title)
+        axes.set(title=title, ylabel=ylabel)
         axes.legend(loc="upper right")
     return figure
 

@@ -233,7 +233,7 @@ def train(
     data = batches(split, config.batch_size, seed=config.seed, rank=rank, world_size=world_size, first_step=first_step)
     history, pending, started = History(), [], time.perf_counter()
     steps = range(first_step, config.steps + 1)
-    quiet = not _show_progress(progress)
+    quiet = not show_progress(progress)
     with cpu_threads(config.threads), tqdm(steps, desc="training", unit="step", disable=quiet) as bar:
         for step, (images, labels) in zip(bar, data, strict=False):
             noise, times = draw_noise_and_times(config.batch_size, seed=config.seed, step=step)
@@ -249,9 +249,9 @@ def train(
             pending.append(loss.detach())
             stopping = should_stop is not None and should_stop()
             if step % config.eval_every == 0 or step == config.steps or stopping:
-                history.losses += _mean_over_ranks(pending, step)
+                history.losses += mean_over_ranks(pending, step)
                 pending.clear()
-                history.records += _evaluate_all(model, emas, evaluate, step)
+                history.records += evaluate_all(model, emas, evaluate, step)
                 bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
             if after_step is not None:
                 after_step(step, history)
@@ -301,7 +301,7 @@ def _check_run(emas: Mapping[str, EMA_FSDP], config: TrainingConfig, first_step:
         raise ValueError(f"first_step must be from 1 to steps = {config.steps}, got {first_step}")
 
 
-def _mean_over_ranks(losses: list[Tensor], last_step: int) -> list[float]:
+def mean_over_ranks(losses: list[Tensor], last_step: int) -> list[float]:
     """Collective: each step's loss averaged over the ranks; one synchronization for all steps since the last call."""
     means = torch.stack(losses).double()
     if _world_size() > 1:
@@ -315,7 +315,7 @@ def _mean_over_ranks(losses: list[Tensor], last_step: int) -> list[float]:
     return values
 
 
-def _evaluate_all(
+def evaluate_all(
     model: nn.Module, emas: Mapping[str, EMA_FSDP], evaluate: Evaluate | None, step: int
 ) -> list[dict[str, Any]]:
     """Collective: one record for the live weights and one for every average."""
@@ -332,7 +332,8 @@ def _evaluate_all(
     return records
 
 
-def _show_progress(progress: bool | None) -> bool:
+def show_progress(progress: bool | None) -> bool:
+    """Whether this rank shows a progress bar; see `train`."""
     if not is_main_process():
         return False
     if progress is not None:
