@@ -29,6 +29,7 @@ SHORT: dict[str, dict[str, Any]] = {
     },
     "04_ema_vs_live": {"steps": 60, "eval_every": 30, "samples": 100},
     "05_where_the_shards_are": {"world_sizes": [1, 2]},
+    "06_your_own_model": {"steps": 24, "eval_every": 4, "eval_batches": 2},
 }
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
