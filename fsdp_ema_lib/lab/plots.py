@@ -182,7 +182,7 @@ def loss_curve(
         figure, axes = plt.subplots()
         _draw_losses(axes, values, window)
         axes.set(title=title, ylabel=ylabel)
-        axes.legend(loc="upper right")
+        _legend_beside(figure, axes)
     return figure
 
 

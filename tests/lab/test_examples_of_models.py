@@ -29,7 +29,7 @@ def no_network(monkeypatch):
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_the_examples_learn_without_the_network(lone_rank, no_network, paths, nothing_known, sharding):
     hooks = load_hooks(*paths)
-    config = StudyConfig(steps=12, eval_every=12, eval_batches=2, sharding=sharding, learning_rate=3e-3)
+    config = StudyConfig(steps=40, eval_every=40, eval_batches=2, sharding=sharding, learning_rate=3e-3)
     model = build_model(hooks, config)
     result = study(model, hooks, config, averages(model, 0.5, [0.9]), progress=False)
     assert result.untrained == pytest.approx(nothing_known, rel=0.1)
