@@ -1,6 +1,8 @@
 """What a person does in JupyterLab - open, run, look, move a control, interrupt, restart - as calls of a test."""
 
+import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,20 @@ PAGE_JS = Path(__file__).with_name("page.js")
 RUN_LIMIT_S = 240.0
 STEP_LIMIT_S = 30.0  # for whatever takes a second on an idle machine
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-# Views come to the page one by one; the kernel knows how many there will be.
-COUNT_WIDGETS = """
+# Prints, for a widget and all that is in it: how many there are, and what the sliders should say.
+WIDGET_TREE = """
+import json
 from ipywidgets import Widget
 state = Widget.get_manager_state()["state"]
-def count(name):
-    children = state[name]["state"].get("children", ())
-    return 1 + sum(count(child.removeprefix("IPY_MODEL_")) for child in children)
-print(count(root))
+def family(name):
+    yield state[name]["state"]
+    for child in state[name]["state"].get("children", ()):
+        yield from family(child.removeprefix("IPY_MODEL_"))
+tree = list(family(root))
+sliders = {w["description"]: format(w["value"], w["readout_format"]) for w in tree if w.get("readout_format")}
+lists = [w for w in tree if w["_model_name"] == "SelectionSliderModel"]
+sliders |= {w["description"]: w["_options_labels"][w["index"]] for w in lists}
+print(json.dumps({"widgets": len(tree), "sliders": sliders}))
 """
 MOST_LINES = 60  # of text under one cell; more is a log that nobody reads
 
@@ -163,11 +171,11 @@ class Notebook:
         found = []
         for cell in self.cells_with(WIDGET_VIEW):
             self.reveal(cell)
-            [root] = self.lab.js("([path, id]) => house.widgetRoots(path, id)", [self.path, cell])
-            views = int(self.ask(f"exec({COUNT_WIDGETS!r}, {{'root': {root!r}}})"))
-            shown = "([path, id, views]) => house.area(path, id)?.querySelectorAll('.jupyter-widgets').length >= views"
-            self.lab.until(shown, f"the {views} widgets of cell {cell}", [self.path, cell, views])
             explorer = Explorer(self, cell)
+            # Views come to the page one by one; the kernel knows how many there will be.
+            views = explorer.kernel_side()["widgets"]
+            shown = "([path, id, views]) => house.views(path, id) >= views"
+            self.lab.until(shown, f"the {views} widgets of cell {cell}", [self.path, cell, views])
             if explorer.controls():
                 found.append(explorer)
         return found
@@ -186,6 +194,7 @@ class Control:
         kind: slider, dropdown, list, checkbox, radio, number, text, button or tab.
         selector: that finds it on the page now.
         value: as the page says it.
+        readout: the number beside a slider.
         options: labels to choose from.
         chosen: those of them that are.
         active: pressed, checked or on top.
@@ -195,9 +204,18 @@ class Control:
     kind: str
     selector: str
     value: str
+    readout: str
     options: list[str]
     chosen: list[str]
     active: bool
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts say the same number: JavaScript writes 1e+3 where Python writes 1e+03."""
+    try:
+        return one == other or float(one) == float(other)
+    except ValueError:
+        return False
 
 
 class Explorer:
@@ -230,6 +248,25 @@ class Explorer:
         """Errors that it shows."""
         return re.findall(r"\b\w*(?:Error|Exception|Warning)\b:.*|.*javascript error.*", self.text())
 
+    def kernel_side(self) -> dict[str, Any]:
+        """What the kernel knows: the number of widgets, and what each slider should say, by its description."""
+        [root] = self._ask("widgetRoots")
+        return json.loads(self.notebook.ask(f"exec({WIDGET_TREE!r}, {{'root': {root!r}}})"))
+
+    def out_of_step(self, limit_s: float = 10.0) -> dict[str, tuple[str, str]]:
+        """Sliders that say something else than the kernel holds, and go on doing so: description to both numbers."""
+        deadline = time.monotonic() + limit_s
+        while (apart := self._apart()) and time.monotonic() < deadline:
+            self.settle()
+        return apart
+
+    def _apart(self) -> dict[str, tuple[str, str]]:
+        page = {c.name.removeprefix("slider "): c.readout for c in self.controls() if c.readout}
+        kernel = self.kernel_side()["sliders"]
+        return {
+            name: (said, kernel.get(name, "")) for name, said in page.items() if not _same(said, kernel.get(name, ""))
+        }
+
     def picture_after(self, act: Callable[[], None], what: str, limit_s: float = STEP_LIMIT_S) -> list[str]:
         """Do something and wait until the picture is another one; AssertionError says after what it stayed."""
         before = self.pictures()
@@ -255,12 +292,12 @@ class Explorer:
         """Move a control with the mouse: a handle to the other half of its track, the next option, a click."""
         target = self._locate(control)
         if control.kind == "slider":
-            self._drag(target)
+            self.drag(control, 0.25 if self._fraction(target) > 0.5 else 0.75)
         elif control.kind == "dropdown":
             # The list of options is a window of the system's, which a page cannot see.
-            self.lab.wait(target.select_option(label=self._next_option(control)))
+            self.choose(control, control.options[self._next_option(control)])
         elif control.kind == "list":
-            self.lab.wait(target.locator("option", has_text=self._next_option(control)).first.click())
+            self.lab.wait(target.locator("option").nth(self._next_option(control)).click())
         elif control.kind in ("number", "text"):
             self.lab.wait(target.click(click_count=3))
             self.lab.wait(self.lab.page.keyboard.type(str(float(control.value or 0) + 1).removesuffix(".0")))
@@ -289,9 +326,8 @@ class Explorer:
         return {"slider": "ArrowRight", "dropdown": "ArrowDown", "list": "ArrowDown"}.get(control.kind, "ArrowUp")
 
     @staticmethod
-    def _next_option(control: Control) -> str:
-        place = control.options.index(control.chosen[-1]) if control.chosen else -1
-        return control.options[(place + 1) % len(control.options)]
+    def _next_option(control: Control) -> int:
+        return (control.options.index(control.chosen[-1]) + 1) % len(control.options) if control.chosen else 0
 
     def _locate(self, control: Control) -> "Locator":
         target = self.lab.page.locator(control.selector)
@@ -309,9 +345,9 @@ class Explorer:
         track = handle.locator("xpath=ancestor::*[contains(@class, 'noUi-target')]")
         return self.lab.wait(handle.bounding_box()), self.lab.wait(track.bounding_box())
 
-    def _drag(self, handle: "Locator") -> None:
-        where = 0.25 if self._fraction(handle) > 0.5 else 0.75
-        knob, track = self._boxes(handle)
+    def drag(self, control: Control, where: float) -> None:
+        """Drag a slider's handle to a place on its track, 0 to 1."""
+        knob, track = self._boxes(self._locate(control))
         x, y = track["x"] + track["width"] / 2, track["y"] + track["height"] / 2
         if track["width"] > track["height"]:
             x = track["x"] + where * track["width"]
@@ -322,6 +358,15 @@ class Explorer:
         self.lab.wait(mouse.down())
         self.lab.wait(mouse.move(x, y, steps=4))
         self.lab.wait(mouse.up())
+
+    def choose(self, control: Control, option: str) -> None:
+        """Choose an option of a dropdown."""
+        self.lab.wait(self._locate(control).select_option(label=option))
+
+    def until_text(self, pattern: str, limit_s: float = STEP_LIMIT_S) -> None:
+        """Wait until what is written on it fits a (JavaScript) regular expression."""
+        test = "([path, id, pattern]) => new RegExp(pattern).test(house.text(path, id))"
+        self.lab.until(test, f"{pattern!r} in cell {self.cell}", [*self._where, pattern], limit_s)
 
     def next_picture_ms(self, press: Callable[[], None]) -> float:
         """Milliseconds from the key press that `press` makes to the new picture on the screen, by the page's clock."""

@@ -111,6 +111,7 @@ def _environment(private: Path, mark: str) -> dict[str, str]:
         (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = kernel_host.marked_environment(mark) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment.pop("CI", None)  # what a person sees, progress bars included
     return environment | {variable: str(private / name) for variable, name in folders.items()}
 
 

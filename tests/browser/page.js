@@ -106,6 +106,11 @@ window.house = {
     return data.filter(Boolean).map(view => view.model_id);
   },
 
+  views(path, id) {
+    // A slider over a list lacks the class that all others have.
+    return this.area(path, id)?.querySelectorAll('.jupyter-widgets, .widget-slider, .widget-hslider').length ?? 0;
+  },
+
   visible(node) {
     const { width, height } = node.getBoundingClientRect();
     return width > 0 && height > 0 && getComputedStyle(node).visibility !== 'hidden';
@@ -142,6 +147,7 @@ window.house = {
           kind,
           selector: `[data-house="${id}-${place}"]`,
           value: kind === 'slider' ? node.getAttribute('aria-valuenow') : kind === 'checkbox' || kind === 'radio' ? String(node.checked) : node.value ?? '',
+          readout: kind === 'slider' ? box?.querySelector('.widget-readout')?.textContent.trim() ?? '' : '',
           options: node.tagName === 'SELECT' ? Array.from(node.options, option => option.label) : [],
           chosen: node.tagName === 'SELECT' ? Array.from(node.selectedOptions, option => option.label) : [],
           active: node.classList.contains('mod-active') || node.classList.contains('lm-mod-current') || node.checked === true,
