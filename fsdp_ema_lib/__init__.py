@@ -9,9 +9,8 @@ Example:
     ['bias', 'weight']
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from fsdp_ema_lib.checkpoint import fsdp_state_dict, load_checkpoint, save_checkpoint
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.names import (
     is_predictive_aux_key,
@@ -19,13 +18,9 @@ from fsdp_ema_lib.names import (
     normalize_generator_fsdp_state_dict,
 )
 from fsdp_ema_lib.process_group import barrier, distributed_job, is_main_process, launch_distributed_job, shutdown
+from fsdp_ema_lib.safetensors_io import export_safetensors, import_pt, import_safetensors
+from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 from fsdp_ema_lib.wrapping import effective_no_shard, fsdp2_wrap, fsdp_wrap
-
-if TYPE_CHECKING:
-    from fsdp_ema_lib.checkpoint import fsdp_state_dict, load_checkpoint, save_checkpoint
-    from fsdp_ema_lib.checkpoint_manager import CheckpointManager
-    from fsdp_ema_lib.safetensors_io import export_safetensors, import_pt, import_safetensors
-    from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 __version__ = "0.1.0"
 
@@ -52,27 +47,3 @@ __all__ = [
     "save_checkpoint",
     "shutdown",
 ]
-
-# What needs torch.distributed.checkpoint, a third as long to import as torch itself, comes when it is asked for.
-_ROOMS = {
-    "CheckpointManager": "checkpoint_manager",
-    "DamagedCheckpointError": "storage",
-    "UnsafeCheckpointError": "storage",
-    "export_safetensors": "safetensors_io",
-    "fsdp_state_dict": "checkpoint",
-    "import_pt": "safetensors_io",
-    "import_safetensors": "safetensors_io",
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})

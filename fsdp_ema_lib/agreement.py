@@ -18,9 +18,9 @@ _LIBRARY = __name__.split(".")[0]
 def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
     """Raise on every rank of the groups if any of them has an error; collective over each group in turn.
 
-    All raise what the lowest failing rank raised, so that an `except` decides alike on every rank: that rank the error
-    itself, the others one of the same type, or of the nearest type that is built in or of this library, with the rank
-    in front of the text.
+    All raise what the lowest failing rank raised, so that an `except` decides alike on every rank: that rank, and any
+    that failed with the same words, its own error; the others one of the same type, or of the nearest type that is
+    built in or of this library, with the rank in front of the text.
 
     Args:
         error: this rank's error, or None.
@@ -34,12 +34,12 @@ def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup |
         if error is not None:
             raise error
         return
-    verdict = None if error is None else _Verdict(dist.get_rank(), _shared_type(error), str(error))
+    mine = verdict = None if error is None else _Verdict(dist.get_rank(), _shared_type(error), str(error))
     for group in groups:
         verdict = min((said for said in _gathered(verdict, group) if said), key=lambda said: said.rank, default=None)
     if verdict is None:
         return
-    if error is not None and verdict.rank == dist.get_rank():
+    if error is not None and mine is not None and (mine.kind, mine.text) == (verdict.kind, verdict.text):
         raise error
     raise verdict.kind(f"rank {verdict.rank}: {verdict.text}") from error
 

@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    # Importing any part of torch.distributed.checkpoint takes a third as long as torch; it is there once it asks.
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
 class Piece(NamedTuple):
@@ -115,29 +112,24 @@ class ShardedView(torch.Tensor):
             f"a sharded tensor; gather it (EMA_FSDP.full_state_dict) before doing arithmetic on it"
         )
 
-    def __create_write_items__(self, fqn: str, _: Any) -> "list[WriteItem]":
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(piece.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk,
+                    chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
                     properties=TensorProperties.create_from_tensor(self.local),
                     size=self.size(),
                 ),
             )
-            for piece, chunk in zip(self.pieces, self.__create_chunk_list__(), strict=True)
+            for piece in self.pieces
         ]
 
-    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in self.pieces]
 
-    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for piece in self.pieces:
             if torch.Size(piece.offsets) == index.offset:
                 return piece.view

@@ -58,6 +58,11 @@ def test_an_error_keeps_the_nearest_type_that_every_rank_has(ranks, name, kind):
     assert other == (kind, f"rank 0: {ERRORS[name]}", "NoneType")
 
 
+def test_where_all_ranks_say_the_same_each_raises_its_own(ranks):
+    replies = ranks(2, worker_verdict, failing={0: "plain", 1: "plain"})
+    assert replies == [("ValueError", "the disk is wet", "NoneType")] * 2
+
+
 def test_where_ranks_raise_different_errors_all_raise_the_lowest_ranks(ranks):
     replies = ranks(3, worker_verdict, failing={1: "own", 2: "foreign"})
     assert [kind for kind, _, _ in replies] == ["DamagedCheckpointError"] * 3

@@ -99,7 +99,7 @@ def test_a_decay_of_one_on_the_device_lets_nothing_through():
     assert torch.equal(shadow[0], before)
 
 
-MANY = [(3, 5), (7,), (averaging.CPU_GRAIN_ELEMENTS,)] * averaging.FEW_TENSORS
+MANY = [(3, 5), (7,), (averaging.CPU_GRAIN_ELEMENTS,)] * averaging.MANY_TENSORS
 
 
 def test_many_small_tensors_are_averaged_by_several_threads_to_the_same_bits(monkeypatch):
@@ -125,9 +125,9 @@ def test_an_error_in_another_thread_is_raised(monkeypatch):
 def test_a_forked_child_averages_with_threads_of_its_own():
     script = """
 import os, torch
-from fsdp_ema_lib.averaging import FEW_TENSORS, average, plan
+from fsdp_ema_lib.averaging import MANY_TENSORS, average, plan
 torch.set_num_threads(2)
-live, shadow = [torch.ones(4)] * 2 * FEW_TENSORS, [torch.zeros(4) for _ in range(2 * FEW_TENSORS)]
+live, shadow = [torch.ones(4)] * 2 * MANY_TENSORS, [torch.zeros(4) for _ in range(2 * MANY_TENSORS)]
 batches = plan(shadow, live)
 assert any(batch.elsewhere for batch in batches)
 average(batches, 0.5)

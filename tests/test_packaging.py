@@ -102,24 +102,6 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_library_leaves_what_is_slow_to_import_for_later():
-    code = """
-import sys, torch.distributed.fsdp, torch.distributed.tensor
-known = set(sys.modules)
-import fsdp_ema_lib
-assert "torch.distributed.checkpoint" not in set(sys.modules) - known
-assert set(fsdp_ema_lib.__all__) <= set(dir(fsdp_ema_lib))
-fsdp_ema_lib.CheckpointManager
-assert "torch.distributed.checkpoint" in sys.modules
-try:
-    fsdp_ema_lib.no_such_name
-except AttributeError as problem:
-    print(problem)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "module 'fsdp_ema_lib' has no attribute 'no_such_name'\n", done.stderr
-
-
 PUBLIC = """
 EMA_FSDP barrier fsdp_state_dict fsdp_wrap is_main_process is_predictive_aux_key launch_distributed_job
 normalize_generator_fsdp_key normalize_generator_fsdp_state_dict
