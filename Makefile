@@ -17,16 +17,18 @@ setup: $(READY)  ## build .venv (done by the others when it is missing or out of
 run: $(READY)  ## execute every notebook, results in outputs/
 	$(BIN)/fsdp-ema run
 
-test: $(READY) lint  ## lint, types and the tests, some ten minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not browser"
+# Two files at a time, in the order of their names: the long ones do not come last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: $(READY) lint  ## the same with the full products of the test axes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not browser"
-	$(BIN)/python -m pytest -m browser tests/browser
+test: $(READY) lint  ## lint, types and the tests, JupyterLab in a browser included; some twelve minutes
+	$(PYTEST) $(PARALLEL) -m "not slow"
 
-# Alone: what a page shows in time depends on what else runs.
-test-browser: $(READY)  ## every notebook and explorer in JupyterLab, in Chromium
-	$(BIN)/python -m pytest -m "browser and not slow" tests/browser
+test-all: $(READY) lint  ## the same with the full products of the test axes; most of an hour
+	$(PYTEST) $(PARALLEL) -m ""
+
+test-browser: $(READY)  ## the browser's tests alone: every notebook and explorer in JupyterLab, in Chromium
+	$(PYTEST) -m "browser and not slow" tests/browser
 
 lint: $(READY)  ## style of code and notebooks, types of the core
 	$(BIN)/ruff check .

@@ -29,6 +29,9 @@ from fsdp_ema_lib.lab.kernel_host import MARK, end_marked, marked_environment
 
 _GUARD = Path(__file__).with_name("cluster_guard.py")
 _LOG_TAIL = 4000
+# An engine is known to the controller from the second heartbeat on, and by default these are 3 s apart. It is given up
+# after as many seconds without one as by default.
+_HEARTBEAT = ["--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=60"]
 
 # ipyparallel tells a notebook about each step; what the user must know comes as an exception.
 _silent = logging.getLogger(f"{__name__}.ipyparallel")
@@ -79,6 +82,7 @@ class LocalEngines:
             profile_dir=str(self.folder / "profile"),
             cluster_id="",
             controller_ip="127.0.0.1",
+            controller_args=_HEARTBEAT,
             delay=0.0,
             load_profile=False,
             shutdown_atexit=False,

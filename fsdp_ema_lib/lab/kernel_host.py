@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +55,27 @@ def end_marked(mark: str) -> None:
     alive = marked_processes(mark)
     while alive:
         _signal(alive, signal.SIGTERM)
-        _, stubborn = psutil.wait_procs(alive, timeout=2.0)
+        stubborn = _wait_for_end(alive, 2.0)
         _signal(stubborn, signal.SIGKILL)
-        psutil.wait_procs(stubborn, timeout=5.0)
+        _wait_for_end(stubborn, 5.0)
         # What they started meanwhile. A process that even SIGKILL does not end now (in a driver's call) is left.
         alive = [process for process in marked_processes(mark) if process not in stubborn]
+
+
+def _wait_for_end(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Those that are still running after `limit_s`; earlier, as soon as there are none."""
+    deadline = time.monotonic() + limit_s
+    while (running := [p for p in processes if is_running(p)]) and time.monotonic() < deadline:
+        psutil.wait_procs(running, timeout=0.05)
+    return running
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it has not ended. psutil counts one that its parent has not asked after yet, which may take long."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:

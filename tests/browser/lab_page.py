@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PAGE_JS = Path(__file__).with_name("page.js")
 RUN_LIMIT_S = 240.0
-STEP_LIMIT_S = 30.0  # for whatever takes a second on an idle machine
+STEP_LIMIT_S = 60.0  # for whatever takes a second on an idle machine; other tests may run beside these
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # Prints, for a widget and all that is in it: how many there are, and what the sliders should say.
 WIDGET_TREE = """
@@ -31,6 +31,11 @@ sliders = {w["description"]: format(w["value"], w["readout_format"]) for w in tr
 lists = [w for w in tree if w["_model_name"] == "SelectionSliderModel"]
 sliders |= {w["description"]: w["_options_labels"][w["index"]] for w in lists}
 print(json.dumps({"widgets": len(tree), "sliders": sliders}))
+"""
+THREADS = """
+import json, threading
+started = [thread for thread in threading.enumerate() if not type(thread).__module__.startswith("zmq.")]
+print(json.dumps(sorted(thread.name for thread in started)))
 """
 MOST_LINES = 60  # of text under one cell; more is a log that nobody reads
 
@@ -122,6 +127,10 @@ class Notebook:
     def ask(self, code: str) -> str:
         """What Python code prints in the notebook's kernel, no cell involved."""
         return self.lab.js("([path, code]) => house.ask(path, code)", [self.path, code])
+
+    def threads(self) -> list[str]:
+        """Threads of the notebook's kernel, by name. zmq starts one of its own with the first large message."""
+        return json.loads(self.ask(THREADS))
 
     def set_source(self, cell: str, source: str) -> None:
         """Replace the text of a cell."""

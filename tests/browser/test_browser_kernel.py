@@ -24,10 +24,10 @@ def test_a_training_that_was_interrupted_runs_again(lab: Workplace):
         assert notebook.verdict() == "error"
         errors = notebook.errors()
         assert len(errors) == 1 and errors[0].startswith("cell train: KeyboardInterrupt")
-        threads = notebook.ask("import threading; print(threading.active_count())")
+        threads = notebook.threads()
         notebook.set_source("parameters", source_of(notebook, "parameters").replace("1000000", "60"))
         assert (notebook.run_all(), notebook.errors()) == ("done", [])
-        assert notebook.ask("import threading; print(threading.active_count())") == threads
+        assert notebook.threads() == threads
 
 
 def test_restarting_the_kernel_ends_the_ranks_it_started(lab: Workplace):

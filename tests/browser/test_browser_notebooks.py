@@ -35,10 +35,12 @@ class Expected:
 
 
 def pose_decay(explorer: Explorer) -> None:
-    explorer.choose(explorer.control("dropdown schedule"), "warm-up")
-    explorer.choose(explorer.control("dropdown precision"), "bf16, no EMA_FSDP")
-    explorer.settle()
-    explorer.drag(explorer.control("slider decay"), 0.95)
+    for dropdown, option in (("schedule", "constant"), ("precision", "bf16, no EMA_FSDP")):
+        explorer.choose(explorer.control(f"dropdown {dropdown}"), option)
+        explorer.settle()
+    for slider, where in (("update every", 0.0), ("half-life", 0.6)):
+        explorer.drag(explorer.control(f"slider {slider}"), where)
+        explorer.settle()
 
 
 def press(explorer: Explorer, button: str, state: str, how: str) -> None:
@@ -48,8 +50,7 @@ def press(explorer: Explorer, button: str, state: str, how: str) -> None:
 
 def play_training(explorer: Explorer) -> None:
     """Every button by mouse and by keyboard; an interrupt does not reach the training; its thread ends."""
-    count = "import threading; print(threading.active_count())"
-    threads = explorer.notebook.ask(count)
+    threads = explorer.notebook.threads()
     for how in ("mouse", "keyboard"):
         press(explorer, "Start", "running", how)
         explorer.picture_after(explorer.notebook.interrupt, "a training, its kernel interrupted")
@@ -57,12 +58,13 @@ def play_training(explorer: Explorer) -> None:
         assert explorer.notebook.ask("print(monitor.state)") == "paused\n"
         explorer.picture_after(lambda how=how: press(explorer, "Resume", "running", how), "a training that goes on")
         press(explorer, "Stop", "stopped", how)
-    assert explorer.notebook.ask(count) == threads
+    assert explorer.notebook.threads() == threads
 
 
 def pose_training(explorer: Explorer) -> None:
-    explorer.drag(explorer.control("slider steps"), 0.3)
-    explorer.settle()
+    for slider, where in (("steps", 0.5), ("decay", 0.6)):
+        explorer.drag(explorer.control(f"slider {slider}"), where)
+        explorer.settle()
     press(explorer, "Start", "running", "mouse")
     explorer.until_text(r"running, step ([3-9]\d\d|\d{4})", limit_s=90.0)
     press(explorer, "Pause", "paused", "mouse")

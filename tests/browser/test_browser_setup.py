@@ -124,7 +124,7 @@ def test_nothing_is_left_when_the_suite_is_broken_off(blow):
 
 def wait_for_ranks(run: subprocess.Popen, mark: str) -> None:
     while run.poll() is None:
-        if sum("multiprocessing" in " ".join(process.cmdline()) for process in marked_processes(mark)) >= 2:
+        if sum(process.cmdline()[-1:] == ["ipyparallel.engine"] for process in marked_processes(mark)) >= 2:
             return
         try:
             run.wait(0.2)
