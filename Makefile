@@ -21,10 +21,10 @@ run: $(READY)  ## execute every notebook, results in outputs/
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(READY) lint  ## lint, types and the tests, JupyterLab in a browser included; some twelve minutes
+test: $(READY) lint  ## lint, types and the tests, JupyterLab in a browser included; a quarter of an hour
 	$(PYTEST) $(PARALLEL) -m "not slow"
 
-test-all: $(READY) lint  ## the same with the full products of the test axes; most of an hour
+test-all: $(READY) lint  ## the same with the full products of the test axes; over an hour
 	$(PYTEST) $(PARALLEL) -m ""
 
 test-browser: $(READY)  ## the browser's tests alone: every notebook and explorer in JupyterLab, in Chromium

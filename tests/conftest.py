@@ -90,3 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for layout, worlds in rows.items():
             told = "  ".join(f"{world} rank{'s' * (world > 1)}: {', '.join(d)}" for world, d in sorted(worlds.items()))
             terminalreporter.write_line(f"{layout:<18} {told}")
+    skipped = (report for report in terminalreporter.stats.get("skipped", []) if "tests/browser/" in report.nodeid)
+    # Not in browser/conftest.py: the process that sums up what pytest-xdist's workers saw does not load that one.
+    if reasons := {report.longrepr[2].removeprefix("Skipped: ") for report in skipped}:
+        terminalreporter.section("JupyterLab in a browser was not tested")
+        for reason in sorted(reasons):
+            terminalreporter.write_line(reason)

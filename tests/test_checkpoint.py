@@ -61,6 +61,7 @@ def test_a_resumed_training_is_bit_equal_to_an_undisturbed_one(ranks, tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_layout_resumes_bit_equal(ranks, tmp_path, world_size, dtype):
@@ -126,6 +127,7 @@ def test_parameters_in_another_memory_order_load_bit_equal(ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("to_world", [1, 2, 3, 4])
 @pytest.mark.parametrize("from_world", [1, 2, 3, 4])
 def test_every_layout_loads_what_any_other_saved(ranks, tmp_path, from_world, to_world):

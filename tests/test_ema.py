@@ -105,6 +105,7 @@ def test_average_equals_the_float64_reference(ranks, cells, tmp_path, layout, wo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "world_size", "dtype"), product(), ids=str)
 def test_average_equals_the_float64_reference_in_the_full_product(ranks, cells, tmp_path, layout, world_size, dtype):
     for feature in allowed_features(layout):

@@ -83,6 +83,7 @@ def test_gather_and_fill_are_exact(ranks, cells, layout, world_size, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "world_size", "dtype"), product(), ids=str)
 def test_gather_and_fill_are_exact_in_the_full_product(ranks, cells, layout, world_size, dtype):
     for feature in allowed_features(layout):

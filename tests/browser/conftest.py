@@ -10,7 +10,6 @@ from browser.chromium import NoBrowser, find_chromium
 from browser.workplace import FAILURES, Workplace, workplace
 
 OPEN = pytest.StashKey[Workplace]()
-MISSING = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +28,6 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     try:
         find_chromium()
     except NoBrowser as missing:
-        stash[MISSING] = str(missing)
         give_up(str(missing))
     with workplace(tmp_path_factory.mktemp("lab")) as place:
         stash[OPEN] = place
@@ -42,12 +40,6 @@ def give_up(missing: str) -> None:
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         pytest.fail(missing, pytrace=False)
     pytest.skip(missing)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if missing := config.stash.get(MISSING, ""):
-        terminalreporter.section("JupyterLab in a browser was not tested")
-        terminalreporter.write_line(missing)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -53,11 +53,13 @@ class LabPage:
         """Value of a JavaScript expression, or of a function of one argument."""
         return self.wait(self.page.evaluate(expression, argument), limit_s)
 
-    def until(self, expression: str, what: str, argument: Any = None, limit_s: float = STEP_LIMIT_S) -> Any:
+    def until(
+        self, expression: str, what: str, argument: Any = None, limit_s: float = STEP_LIMIT_S, every_s: float = 0.1
+    ) -> Any:
         """Wait until a JavaScript expression is true and return it; TimeoutError says what did not come."""
         from playwright.async_api import TimeoutError as NotInTime
 
-        waiting = self.page.wait_for_function(expression, arg=argument, timeout=1000 * limit_s, polling=50)
+        waiting = self.page.wait_for_function(expression, arg=argument, timeout=1000 * limit_s, polling=1000 * every_s)
         try:
             return self.wait(_value(waiting), limit_s + 5)
         except NotInTime:
@@ -103,7 +105,8 @@ class Notebook:
 
     def verdict(self, limit_s: float = STEP_LIMIT_S) -> str:
         """Wait for the end of a run: 'done', 'error' (an output holds one) or 'dead' (the kernel is)."""
-        return self.lab.until("path => house.verdict(path)", f"{self.path} to run", self.path, limit_s)
+        # Seldom: each time the page goes through all that is in the notebook.
+        return self.lab.until("path => house.verdict(path)", f"{self.path} to run", self.path, limit_s, every_s=0.5)
 
     def interrupt(self) -> None:
         """Click the square in the toolbar."""
@@ -282,7 +285,7 @@ class Explorer:
         act()
         changed = "([path, id, before]) => house.picturesChanged(path, id, before)"
         try:
-            self.lab.until(changed, "another picture", [*self._where, before], limit_s)
+            self.lab.until(changed, "another picture", [*self._where, before], limit_s, every_s=0.2)
         except TimeoutError:
             raise AssertionError(f"{what}: the picture stayed as it was for {limit_s:g} s") from None
         self.settle()

@@ -56,7 +56,7 @@ def with_ranks(lab: Workplace, kernel: psutil.Process) -> list[psutil.Process]:
 def test_an_executed_copy_shows_its_figures_without_running(lab: Workplace):
     folder = lab.root / "outputs" / "kept"
     info = inspect_notebook(lab.root / "notebooks" / f"{WIDGET}.ipynb")
-    assert run_notebook(info, {}, folder, timeout=120.0).passed
+    assert run_notebook(info, SHORT[WIDGET], folder, timeout=120.0).passed
     with lab.open_file(folder / f"{WIDGET}.ipynb") as notebook:
         assert None not in [cell["count"] for cell in notebook.code_cells()]
         # JupyterLab draws widgets of other people's runs only once they are trusted: hence the plain twin of each.

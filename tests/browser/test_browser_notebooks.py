@@ -35,7 +35,7 @@ class Expected:
 
 
 def pose_decay(explorer: Explorer) -> None:
-    for dropdown, option in (("schedule", "constant"), ("precision", "bf16, no EMA_FSDP")):
+    for dropdown, option in (("schedule", "half-life"), ("precision", "bf16, no EMA_FSDP")):
         explorer.choose(explorer.control(f"dropdown {dropdown}"), option)
         explorer.settle()
     for slider, where in (("update every", 0.0), ("half-life", 0.6)):
@@ -82,6 +82,8 @@ def pose_checkpoints(explorer: Explorer) -> None:
 def pose_shards(explorer: Explorer) -> None:
     strategies = explorer.control("dropdown strategy")
     explorer.choose(strategies, next(way for way in strategies.options if way.startswith("FSDP2")))
+    explorer.settle()
+    explorer.choose(explorer.control("dropdown rank shown"), "all")
 
 
 BUTTONS = frozenset(f"button {name}" for name in ("Start", "Pause", "Resume", "Stop"))

@@ -93,10 +93,13 @@ def pytest_on(*arguments: str, **environment: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ci", "status", "told"), [("1", 1, "1 error"), ("", 0, "1 skipped")])
-def test_the_suite_itself_fails_or_skips_and_prints_the_command(tmp_path, ci, status, told):
+@pytest.mark.parametrize(
+    ("ci", "status", "told", "workers"),
+    [("1", 1, "1 error", "0"), ("", 0, "1 skipped", "0"), ("", 0, "1 skipped", "1")],
+)
+def test_the_suite_itself_fails_or_skips_and_prints_the_command(tmp_path, ci, status, told, workers):
     nothing = {"PATH": str(tmp_path), "PLAYWRIGHT_BROWSERS_PATH": str(tmp_path), "CI": ci, "CHROMIUM": ""}
-    run = pytest_on("tests/browser/test_browser_kernel.py", "-k", "executed", **nothing)
+    run = pytest_on("tests/browser/test_browser_kernel.py", "-k", "executed", "-n", workers, **nothing)
     output, _ = run.communicate(timeout=120)
     assert run.returncode == status and told in output, output
     assert "Chromium is not installed. To get it: " in output

@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORT: dict[str, dict[str, Any]] = {
     "02_ema_decay_curves": {"settling": 2000},
     "03_checkpoint_round_trips": {
-        "two_ranks": ["FSDP1 full", "FSDP2 full"],
+        "two_ranks": ["FSDP2 full"],
         "three_ranks": [],
         "four_ranks": [],
         "steps": 20,
@@ -36,8 +36,8 @@ SHORT: dict[str, dict[str, Any]] = {
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def run_and_check(path: Path, folder: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    result = run_notebook(inspect_notebook(path), parameters, folder, timeout=280.0)
+def run_and_check(path: Path, folder: Path, parameters: dict[str, Any], limit_s: float = 280.0) -> dict[str, Any]:
+    result = run_notebook(inspect_notebook(path), parameters, folder, timeout=limit_s)
     assert result.passed, f"{result.error}\n{(folder / LOG_FILE).read_text()[-4000:]}"
     check_figures(folder, read_notebook(folder / path.name))
     return json.loads((folder / "metrics.json").read_text())
@@ -79,9 +79,10 @@ def test_runs(path, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("stem", sorted(SHORT))
 def test_claims_hold_at_the_default_parameters(stem, tmp_path):
-    metrics = run_and_check(ROOT / "notebooks" / f"{stem}.ipynb", tmp_path / stem, {})
+    metrics = run_and_check(ROOT / "notebooks" / f"{stem}.ipynb", tmp_path / stem, {}, limit_s=900.0)
     assert metrics["at_defaults"] and all(metrics["claims"].values()), metrics["claims"]
 
 
