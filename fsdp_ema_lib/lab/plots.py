@@ -457,7 +457,9 @@ def _robust_limits(values: np.ndarray) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def rank_grid(layouts: Mapping[str, Mapping[str, np.ndarray]], *, title: str = "") -> Figure:
+def rank_grid(
+    layouts: Mapping[str, Mapping[str, np.ndarray]], *, title: str = "", figure: Figure | None = None
+) -> Figure:
     """Draw every element of every parameter as a cell in the color of the rank that holds it; one row per layout.
 
     A cell that several ranks hold is divided among their colors; one that nobody holds is white. Matrices have their
@@ -467,6 +469,7 @@ def rank_grid(layouts: Mapping[str, Mapping[str, np.ndarray]], *, title: str = "
         layouts: label to parameter name to a boolean array of shape (ranks, n) or (ranks, rows, columns): does the rank
             hold the element? The same parameters in every layout, at most 8 ranks.
         title: title of the figure.
+        figure: an empty one to draw in, whose size changes; by default a new one of pyplot's, which a notebook shows.
 
     Raises:
         ValueError: no layout, layouts of different parameters, an array of another shape, or more ranks than colors.
@@ -484,7 +487,9 @@ def rank_grid(layouts: Mapping[str, Mapping[str, np.ndarray]], *, title: str = "
     margin = 0.09 * max(len(line) for label in layouts for line in label.splitlines()) + 1.6
     with style():
         size = (0.17 * sum(columns) + 0.3 * len(names) + margin, 0.17 * (rows + 1) * len(layouts) + 1.0)
-        figure, panels = plt.subplots(len(layouts), len(names), figsize=size, squeeze=False, width_ratios=columns)
+        figure = plt.figure() if figure is None else figure
+        figure.set_size_inches(size)
+        panels = figure.subplots(len(layouts), len(names), squeeze=False, width_ratios=columns)
         for line, (label, holders) in zip(panels, layouts.items(), strict=True):
             for axes, name in zip(line, names, strict=True):
                 _draw_holders(axes, holders[name], rows)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from fsdp_ema_lib.lab.plots import rank_grid
+from fsdp_ema_lib.lab.plots import rank_grid, style
 from fsdp_ema_lib.lab.shard_map import ShardMap
 from fsdp_ema_lib.lab.widgets import Explorer, png
 
@@ -20,6 +19,8 @@ ALL = "all"
 
 def shard_figure(found: ShardMap, *, rank: int | None = None) -> Figure:
     """Draw who holds which element under one layout, and say how much each rank holds and sends.
+
+    pyplot does not know the figure: name it on the last line of a cell to show it.
 
     Args:
         found: from `map_shards`.
@@ -41,7 +42,9 @@ def shard_figure(found: ShardMap, *, rank: int | None = None) -> Figure:
         f"Collectives and messages per rank: {_row(sent['update'])} in an update, "
         f"{_row(sent['full_state_dict'])} in a full export"
     )
-    return rank_grid({f"{found.way}\n{ranks} rank{'s' * (ranks > 1)}": holders}, title=title)
+    with style():
+        figure = Figure()
+    return rank_grid({f"{found.way}\n{ranks} rank{'s' * (ranks > 1)}": holders}, title=title, figure=figure)
 
 
 def _row(counts: list[int]) -> str:
@@ -87,11 +90,7 @@ def shard_explorer(maps: Maps, *, way: str | None = None, ranks: int | None = No
                 controls[name].value = kept if kept in options else options[0]
 
     def draw(ranks: int, strategy: str, rank: str | int) -> bytes:
-        figure = shard_figure(maps[strategy, ranks], rank=None if rank == ALL else int(rank))
-        try:
-            return png(figure)
-        finally:
-            plt.close(figure)  # else the notebook shows it when the cell ends, and pyplot keeps it for ever
+        return png(shard_figure(maps[strategy, ranks], rank=None if rank == ALL else int(rank)))
 
     alt = "Every element of every parameter in the color of the rank that holds it"
     return Explorer("shard-explorer", controls, draw, alt=alt, adjust=adjust)

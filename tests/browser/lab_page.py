@@ -248,8 +248,8 @@ class Explorer:
         return found[name]
 
     def pictures(self) -> list[str]:
-        """A fingerprint of each picture."""
-        drawn = "([path, id]) => house.pictures(path, id)"
+        """A fingerprint of each picture; there is at least one, if not in the moment in which it is replaced."""
+        drawn = "([path, id]) => house.pictures(path, id).then(prints => prints?.length ? prints : null)"
         return self.lab.until(drawn, f"the pictures of cell {self.cell}", self._where)
 
     def text(self) -> str:
@@ -393,6 +393,7 @@ class Explorer:
         self.lab.wait(self.lab.page.mouse.move(0, 0))
         area = self.lab.page.locator(f".jp-Notebook [data-house^='{self.cell}-']").first
         outermost = area.locator("xpath=ancestor::*[contains(@class, 'jupyter-widgets')][last()]")
+        self.pictures()
         self.lab.wait(outermost.screenshot(path=path), STEP_LIMIT_S)
 
     def _ask(self, what: str) -> Any:

@@ -172,6 +172,7 @@ window.house = {
       }
       if (!image.isConnected) return null;
       const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      if (!pixels.some(Boolean)) return null; // a new source that is not there yet leaves the canvas as it was
       const digest = await crypto.subtle.digest('SHA-256', pixels);
       prints.push(Array.from(new Uint8Array(digest).slice(0, 8), byte => byte.toString(16).padStart(2, '0')).join(''));
     }
@@ -180,7 +181,7 @@ window.house = {
 
   async picturesChanged(path, id, before) {
     const now = await this.pictures(path, id);
-    return now !== null && JSON.stringify(now) !== JSON.stringify(before);
+    return now?.length > 0 && JSON.stringify(now) !== JSON.stringify(before);
   },
 
   text(path, id) {

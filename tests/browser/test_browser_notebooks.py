@@ -12,6 +12,8 @@ from browser.lab_page import Explorer, Notebook
 from browser.workplace import Workplace
 
 pytestmark = pytest.mark.browser
+# A choice of one is none.
+MORE = {"05_where_the_shards_are": {"world_sizes": [1, 2]}}
 LARGEST_SCREENSHOT = 150 * 1024  # bytes; the README shows them
 
 
@@ -106,7 +108,7 @@ class Ran:
 @pytest.fixture(scope="module", params=[path.stem for path in NOTEBOOKS])
 def ran(lab: Workplace, request: pytest.FixtureRequest) -> Iterator[Ran]:
     """A notebook that was opened and run as a whole, and is still open."""
-    with lab.open(request.param, SHORT.get(request.param)) as notebook:
+    with lab.open(request.param, {**SHORT.get(request.param, {}), **MORE.get(request.param, {})}) as notebook:
         yield Ran(request.param, notebook, notebook.run_all(), lab.root / "outputs" / request.param)
 
 
