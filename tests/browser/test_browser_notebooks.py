@@ -82,6 +82,9 @@ def pose_checkpoints(explorer: Explorer) -> None:
 
 
 def pose_shards(explorer: Explorer) -> None:
+    counts = explorer.control("dropdown number of ranks")
+    explorer.choose(counts, counts.options[-1])
+    explorer.settle()
     strategies = explorer.control("dropdown strategy")
     explorer.choose(strategies, next(way for way in strategies.options if way.startswith("FSDP2")))
     explorer.settle()

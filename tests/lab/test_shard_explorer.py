@@ -74,6 +74,15 @@ def test_it_starts_with_the_most_ranks_and_leaves_no_figure_to_pyplot():
     assert plt.get_fignums() == []
 
 
+def test_it_draws_without_pyplot_whose_figures_a_cell_that_ends_meanwhile_would_take(monkeypatch):
+    explorer = shard_explorer(MAPS)
+    before = bytes(explorer.picture.value)
+    for name in ("figure", "subplots", "close"):
+        monkeypatch.delattr(plt, name)
+    move(explorer.controls["rank"], "1")
+    assert bytes(explorer.picture.value) != before and explorer.errors.text == ""
+
+
 def test_an_error_in_its_callback_is_found_headless(monkeypatch, tmp_path):
     explorer = shard_explorer(MAPS)
 
