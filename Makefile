@@ -24,8 +24,9 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(READY) lint  ## lint, types and the tests, JupyterLab in a browser included; a quarter of an hour
 	$(PYTEST) $(PARALLEL) -m "not slow"
 
-test-all: $(READY) lint  ## the same with the full products of the test axes; over an hour
-	$(PYTEST) $(PARALLEL) -m ""
+test-all: $(READY) lint  ## the same, then the full products of the test axes; most of an hour
+	$(PYTEST) $(PARALLEL) -m "not slow"
+	$(PYTEST) -n 2 --dist worksteal -m slow
 
 test-browser: $(READY)  ## the browser's tests alone: every notebook and explorer in JupyterLab, in Chromium
 	$(PYTEST) -m "browser and not slow" tests/browser
