@@ -24,7 +24,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(READY) lint  ## lint, types and the tests, JupyterLab in a browser included; a quarter of an hour
 	$(PYTEST) $(PARALLEL) -m "not slow"
 
-test-all: $(READY) lint  ## the same, then the full products of the test axes; most of an hour
+test-all: $(READY) lint  ## the same, then the full products of the test axes
 	$(PYTEST) $(PARALLEL) -m "not slow"
 	$(PYTEST) -n 2 --dist worksteal -m slow
 

@@ -87,8 +87,6 @@ def pose_shards(explorer: Explorer) -> None:
     explorer.settle()
     strategies = explorer.control("dropdown strategy")
     explorer.choose(strategies, next(way for way in strategies.options if way.startswith("FSDP2")))
-    explorer.settle()
-    explorer.choose(explorer.control("dropdown rank shown"), "all")
 
 
 BUTTONS = frozenset(f"button {name}" for name in ("Start", "Pause", "Resume", "Stop"))
