@@ -34,6 +34,7 @@ class Batch:
         low: the low-order parts of the averages (`precision="compensated"`), or none.
         scratch: a place for each tensor of the batch, or none where the update needs no room.
         room: the stretch of the scratch that these places fill.
+        paired: whether the last dimension holds the parts of complex numbers.
         weight: 0-dim fp64 tensor for the compiled update to read the weight of the live values from, or none.
         elsewhere: whether another thread averages it, while the caller's averages the others.
     """
@@ -43,6 +44,7 @@ class Batch:
     low: list[Tensor] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
     room: Tensor | None = None
+    paired: bool = False
     weight: Tensor | None = None
     elsewhere: bool = False
 
@@ -67,16 +69,16 @@ def plan(
     Returns:
         Batches that alias the given tensors. Tensors without elements are left out.
     """
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
+    groups: dict[tuple[torch.device, torch.dtype, bool, bool], list[tuple[Tensor, ...]]] = defaultdict(list)
     for members in zip(shadow, live, *([low] if low else []), strict=True):
         if members[0].numel():
             real = tuple(torch.view_as_real(t) if t.is_complex() else t for t in members)
             needs_room = roomy or bool(low) or (real[0].dtype != real[1].dtype and not compiled)
-            groups[real[0].device, real[0].dtype, needs_room].append(real)
+            groups[real[0].device, real[0].dtype, needs_room, needs_room and members[0].is_complex()].append(real)
     batches: list[Batch] = []
-    for (device, dtype, needs_room), tensors in groups.items():
+    for (device, dtype, needs_room, paired), tensors in groups.items():
         if needs_room:
-            batches.extend(_batches_with_room(tensors, device, dtype))
+            batches.extend(_batches_with_room(tensors, device, dtype, paired))
         else:
             if compiled:
                 batches.append(_batch_in_place(tensors, weight=torch.zeros((), dtype=torch.float64)))
@@ -99,7 +101,9 @@ def _batch_in_place(tensors: Sequence[tuple[Tensor, ...]], **settings: Any) -> B
     return Batch([shadow for shadow, _ in tensors], [live for _, live in tensors], **settings)
 
 
-def _batches_with_room(tensors: Sequence[tuple[Tensor, ...]], device: torch.device, dtype: torch.dtype) -> list[Batch]:
+def _batches_with_room(
+    tensors: Sequence[tuple[Tensor, ...]], device: torch.device, dtype: torch.dtype, paired: bool
+) -> list[Batch]:
     size = (CPU_SCRATCH_BYTES if device.type == "cpu" else GPU_SCRATCH_BYTES) // dtype.itemsize
     scratch = torch.empty(min(size, sum(t[0].numel() for t in tensors)), dtype=dtype, device=device)
     batches: list[list[tuple[Tensor, ...]]] = [[]]
@@ -112,12 +116,13 @@ def _batches_with_room(tensors: Sequence[tuple[Tensor, ...]], device: torch.devi
             place = scratch[used : used + pieces[0].numel()].view(pieces[0].shape)
             batches[-1].append((place, *pieces))
             used += place.numel()
-    return [_batch(rows, scratch) for rows in batches]
+    return [_batch(rows, scratch, paired) for rows in batches]
 
 
-def _batch(rows: Sequence[tuple[Tensor, ...]], scratch: Tensor) -> Batch:
+def _batch(rows: Sequence[tuple[Tensor, ...]], scratch: Tensor, paired: bool) -> Batch:
     places, shadow, live, *low = (list(column) for column in zip(*rows, strict=True))
-    return Batch(shadow, live, low[0] if low else [], places, scratch[: sum(place.numel() for place in places)])
+    room = scratch[: sum(place.numel() for place in places)]
+    return Batch(shadow, live, low[0] if low else [], places, room, paired)
 
 
 def _flat_pieces(members: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]]:
@@ -139,13 +144,14 @@ def _is_dense(tensor: Tensor) -> bool:
 def average(batches: Sequence[Batch], decay: float | Tensor, *, skipped: Tensor | None = None) -> None:
     """One update in place: shadow <- shadow + (1 - decay) * (live - shadow). No full-size temporary, no sync.
 
-    Where live and shadow are equal, the shadow does not change by a bit, whatever the decay.
+    Where live and shadow are equal, the shadow does not change by a bit, whatever the decay. A decay of 0 copies the
+    live values; one that is a tensor leaves them within a rounding.
 
     Args:
         batches: from `plan`; with room if `skipped` is given or the decay is a tensor.
         decay: weight of the old average, in [0, 1]; a 0-dim fp64 tensor stays on its device, unread by the host.
-        skipped: 0-dim int64 tensor. If given, elements whose live value is not finite keep their average, and are added
-            to this count.
+        skipped: 0-dim int64 tensor. If given, elements whose live value is not finite (of a complex one: a part of it)
+            keep their average, and are added to this count.
 
     Example:
         >>> shadow, live = torch.zeros(2), torch.ones(2)
@@ -172,7 +178,9 @@ os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def _average_batch(batch: Batch, weight: float | Tensor, skipped: Tensor | None) -> None:
-    if batch.low or skipped is not None or isinstance(weight, Tensor):
+    if isinstance(weight, float) and weight == 1.0:
+        _take_over(batch, skipped)
+    elif batch.low or skipped is not None or isinstance(weight, Tensor):
         _average_by_difference(batch, weight, skipped)
     elif batch.weight is not None:
         _average_compiled(batch, weight)
@@ -206,23 +214,43 @@ def _lerp_all(shadow: list[Tensor], live: list[Tensor], weight: Tensor) -> None:
         average_.add_(weight.to(average_.dtype) * (current.to(average_.dtype) - average_))
 
 
-def announce_compiling(batches: Sequence[Batch]) -> None:
+def count_compiled(batches: Sequence[Batch]) -> int:
+    """How many tensors the compiled update averages."""
+    return sum(len(batch.shadow) for batch in batches if batch.weight is not None)
+
+
+def announce_compiling(count: int) -> None:
     """Say that the next update will take long: compiling may take half a minute for a hundred and fifty tensors."""
-    count = sum(len(batch.shadow) for batch in batches if batch.weight is not None)
     _log.warning("compile=True: compiling the update of %d tensors; this takes a while, once", count)
+
+
+def _take_over(batch: Batch, skipped: Tensor | None) -> None:
+    """The live values as they are: adding the difference of two numbers far apart would round it."""
+    if skipped is None:
+        torch._foreach_copy_(batch.shadow, batch.live)
+        if batch.low:
+            torch._foreach_zero_(batch.low)
+        return
+    torch._foreach_copy_(batch.scratch, batch.live)
+    bad = _mark_nonfinite(batch, skipped).split([place.numel() for place in batch.scratch])
+    for number, (shadow, place) in enumerate(zip(batch.shadow, batch.scratch, strict=True)):
+        untouched = bad[number].view(place.shape)
+        shadow.copy_(torch.where(untouched, shadow, place))
+        if batch.low:
+            batch.low[number].mul_(untouched)
 
 
 def _average_by_difference(batch: Batch, weight: float | Tensor, skipped: Tensor | None) -> None:
     change = batch.scratch
     torch._foreach_copy_(change, batch.live)
+    bad = None if skipped is None else _mark_nonfinite(batch, skipped)
     torch._foreach_sub_(change, batch.shadow)
     if batch.low:
         torch._foreach_sub_(change, batch.low)
-    if skipped is not None:
+    if bad is not None:
         assert batch.room is not None
-        skipped.add_(batch.room.isfinite().logical_not_().sum().to(skipped.device, non_blocking=True))
         # Adding -0.0 changes no bit of any number; adding 0.0 would turn -0.0 into 0.0.
-        batch.room.nan_to_num_(nan=-0.0, posinf=-0.0, neginf=-0.0)
+        batch.room.masked_fill_(bad, -0.0)
     if isinstance(weight, Tensor):
         torch._foreach_mul_(change, weight.to(change[0]))
         weight = 1.0
@@ -235,3 +263,16 @@ def _average_by_difference(batch: Batch, weight: float | Tensor, skipped: Tensor
     torch._foreach_add_(batch.shadow, batch.low)
     torch._foreach_sub_(change, batch.shadow)
     torch._foreach_add_(batch.low, change)
+
+
+def _mark_nonfinite(batch: Batch, skipped: Tensor) -> Tensor:
+    """Which places of the room, filled with live values, belong to an element that is not finite; counts these."""
+    assert batch.room is not None
+    bad = batch.room.isfinite().logical_not_()
+    if batch.paired:
+        elements = bad.view(-1, 2).any(dim=1)
+        bad = elements.repeat_interleave(2)
+    else:
+        elements = bad
+    skipped.add_(elements.sum().to(skipped.device, non_blocking=True))
+    return bad

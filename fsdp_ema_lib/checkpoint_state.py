@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -105,12 +105,13 @@ def contents(parts: Parts) -> Contents:
             raise ValueError("optimizer: it can only be saved together with its model, which gives the names")
         optimizer_state.save(layout, parts.optimizer, found)
     for name, average in parts.emas.items():
-        for key, value in flat(average.state_dict()):
+        state = average.state_dict()
+        for key, value in flat(ema_state.lasting(state)):
             found.entries[f"ema.{name}.{key}"] = value
             bare = key.partition(".")[2] or key
             if bare == "num_skipped" or (layout is not None and bare in layout.buffers):
                 found.buffers.append(f"ema.{name}.{key}")
-        config = ema_state.decode(average.state_dict()["config"])
+        config = ema_state.decode(state["config"])
         found.described["emas"][name] = {"num_updates": average.num_updates, "decay": config.decay}
     if parts.scheduler is not None and rank == 0:
         found.entries["scheduler"] = parts.scheduler.state_dict()
@@ -238,23 +239,17 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _want_ema(restore: Restore, name: str, average: EMA_FSDP) -> None:
     here = average.state_dict()
     staged: dict[str, Any] = {key: {} if isinstance(value, Mapping) else value for key, value in here.items()}
-    partial = False
-    for key, current in flat(here):
+    for key, current in flat(ema_state.lasting(here)):
         local = torch.empty_like(ema_state.local_of(current), device="cpu")
         view = over(current, local)
         group, _, rest = key.partition(".")
         if restore.fits(f"ema.{name}.{key}", rest or key, current.shape, current.dtype):
             restore.entries[restore.own(f"ema.{name}.{key}")] = view
         else:
-            partial = True
             local.copy_(ema_state.local_of(current))
         (staged[group] if rest else staged)[rest or key] = view
 
     def check() -> None:
-        saved, mine = ema_state.decode(staged["config"]), ema_state.decode(here["config"])
-        if partial or restore.allow_unexpected:
-            # The digest of what was tracked differs, as it must; the names have been compared one by one.
-            staged["config"] = ema_state.encode(replace(saved, tracked=mine.tracked))
         ema_state.check(staged, here)
 
     restore.checks.append(check)

@@ -7,7 +7,7 @@ maps that count to a decay in [0, 1]; the classes here are frozen, comparable, a
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -558,7 +558,9 @@ def to_config(schedule: float | Schedule) -> dict[str, Any]:
     kind = _KIND_OF.get(type(schedule))
     if kind is None:
         return {"kind": "callable", "name": _name_of(schedule)}
-    return {"kind": kind, **asdict(schedule)}  # type: ignore[call-overload]
+    # NumPy's numbers make good schedules, but JSON has no place for them.
+    numbers = asdict(schedule).items()  # type: ignore[call-overload]
+    return {"kind": kind, **{what: int(n) if isinstance(n, Integral) else float(n) for what, n in numbers}}
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:

@@ -1,6 +1,7 @@
 """The exponential moving average of a model's weights, each rank keeping that of its own shard."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +106,8 @@ class EMA_FSDP:
         self._hook: RemovableHandle | None = None
         self._low: dict[str, Tensor] = {}
         self.shadow: dict[str, Tensor] = {}
-        self._module = module
+        self._waiting: list[str] = []
+        self._compiling = 0
         self._layout = Layout(module)
         error: Exception | None = None
         try:
@@ -117,11 +119,12 @@ class EMA_FSDP:
             error = problem
         raise_together(error, self._layout.groups())
         refuse_disagreement(_identity(self._layout, tracked), self._layout.groups())
-        for name in tracked:
-            self._start(name)
-        if capturable:
-            self._count_on(next(iter(self.shadow.values())).device)
-        self._plan()
+        with _ordinary_tensors():
+            for name in tracked:
+                self._start(name)
+            if capturable:
+                self._count_on(next(iter(self.shadow.values())).device)
+            self._plan()
 
     @property
     def decay(self) -> float | Schedule:
@@ -162,8 +165,11 @@ class EMA_FSDP:
         return int(self._skipped)
 
     def coverage(self) -> Coverage:
-        """What is averaged, what exports copy from the live model, what they leave out, and why. Local."""
-        return self._selection.coverage(self._layout)
+        """What is averaged, what exports copy from the live model, what they leave out, and why. Local.
+
+        A parameter that was averaged and is frozen now goes on being averaged.
+        """
+        return self._selection.coverage(self._bind(self._layout.modules), averaged=self.shadow)
 
     @torch.no_grad()
     def update(self, module: Model) -> None:
@@ -185,14 +191,14 @@ class EMA_FSDP:
         self._refuse_while_swapped("update")
         skipped = self._skipped if self.nonfinite == "skip" else None
         if self._device_count is not None:
-            self._bind(module)
+            self._bind_to_update(module)
             averaging.average(self._batches, self._decay_on_device(happened), skipped=skipped)
             self._device_count += 1 if happened is None else happened
             return
         step = self._count + 1
         if step % self.update_every == 0:
             decay = self._decay_over(step - self.update_every + 1, step)
-            self._bind(module)
+            self._bind_to_update(module)
             averaging.average(self._batches, decay, skipped=skipped)
         self._count = step
 
@@ -226,7 +232,7 @@ class EMA_FSDP:
         """
         if self._hook is not None:
             raise RuntimeError("attach: this EMA is attached to an optimizer already; call detach() first")
-        module = self._module if module is None else module
+        module = self._layout.modules if module is None else module
         layout = self._bind(module)
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if not any(id(self._shard(name).registered) in stepped for name in self.shadow if name in layout.shards):
@@ -257,8 +263,9 @@ class EMA_FSDP:
                 self._update(module, None)
             return
         if self._device_count is None:
-            self._count_on(found_inf.device)
-            self._plan()  # a decay on the device needs room
+            with _ordinary_tensors():
+                self._count_on(found_inf.device)
+                self._plan()  # a decay on the device needs room
         self._update(module, found_inf == 0)
 
     @torch.no_grad()
@@ -269,12 +276,19 @@ class EMA_FSDP:
         computed on the device, and read once.
 
         Raises:
-            ValueError, RuntimeError: as for `update`.
+            ValueError, RuntimeError: as for `update`, on every rank.
         """
-        layout = self._bind(module)
-        return health.measure(
-            layout, self.shadow, self._low, self._decay_over(self.num_updates + 1, self.num_updates + 1)
-        )
+        self._refuse_while_swapped("health")
+        error: Exception | None = None
+        last = (self.num_updates // self.update_every + 1) * self.update_every
+        decay = 1.0
+        try:
+            decay = self._decay_over(last - self.update_every + 1, last)
+            self._bind(module)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            error = problem
+        raise_together(error, self._layout.groups())
+        return health.measure(self._layout, self.shadow, self._low, decay)
 
     def reset(self, module: Model) -> None:
         """Start again from the live weights, with a count of zero: for weights that were loaded after it was built.
@@ -344,16 +358,23 @@ class EMA_FSDP:
         ranks never look like replicas of each other), `low` (the same for the low-order parts, with
         `precision="compensated"`), `num_updates` and `num_skipped` (int64) and `config` (JSON in uint8). Names and
         full shapes do not depend on how the model is sharded: `dcp.load` moves the state to another layout or world
-        size. For a plain dictionary of full tensors use `full_state_dict`.
+        size. For a plain dictionary of full tensors use `full_state_dict`. `fits` holds one zero, under a name
+        made of the precision and of what is averaged: `dcp.load`, which fills these very tensors, finds no such name in
+        a state that does not fit, and fails before it has changed one.
+
+        Raises:
+            RuntimeError: FSDP1 holds the parameters unsharded at this moment.
         """
+        self._bind(self._layout.modules)
         state: dict[str, Any] = {"shadow": self._views(self.shadow)}
         if self._low:
             state["low"] = self._views(self._low)
         state["num_updates"] = torch.tensor(self.num_updates, dtype=torch.int64)
         state["num_skipped"] = self._skipped.to("cpu", copy=True)
         state["config"] = ema_state.encode(
-            ema_state.Config.of(self._schedule, self.start_after, self.update_every, self.precision, self._tracked())
+            ema_state.Config.of(self._schedule, self.start_after, self.update_every, self.precision)
         )
+        state[ema_state.FITS] = {ema_state.fits_name(self.precision, self._tracked()): torch.zeros(1)}
         return state
 
     @torch.no_grad()
@@ -366,13 +387,15 @@ class EMA_FSDP:
 
         Raises:
             ValueError: the state is of another model, another shard or a later version; every difference is listed and
-                nothing changed.
+                nothing changed. (`dcp.load` reports it before, as a missing key `fits`.)
+            TypeError: with `capturable=True`, the saved schedule is none that a device can compute.
         """
         error: Exception | None = None
         config: ema_state.Config | None = None
         try:
             config = ema_state.check(state_dict, self.state_dict())
-        except (TypeError, ValueError) as problem:
+            self._refuse_uncapturable(config)
+        except (TypeError, ValueError, RuntimeError) as problem:
             error = problem
         raise_together(error, self._layout.groups())
         assert config is not None
@@ -390,8 +413,9 @@ class EMA_FSDP:
     def full_state_dict(self, module: Model, *, export_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Gather the whole averaged model: what the plain model loads with `strict=True`.
 
-        Collective: every rank must call. Gathers one FSDP1 unit or one DTensor at a time, and never touches the live
-        weights. Tied parameters come under each of their names; what is not averaged comes from the live model.
+        Collective: every rank must call; where nothing is sharded (a plain model, DDP) rank 0 alone may. Gathers one
+        FSDP1 unit or one DTensor at a time, and never touches the live weights. Tied parameters come under each of
+        their names; what is not averaged comes from the live model.
 
         Args:
             module: the model that the EMA was built for.
@@ -402,7 +426,8 @@ class EMA_FSDP:
             On rank 0, name -> tensor on the CPU, in the order of the plain model's `state_dict()`; elsewhere {}.
 
         Raises:
-            TypeError: `export_dtype` is not floating. ValueError, RuntimeError: as for `update`. On every rank.
+            TypeError: `export_dtype` is not floating. ValueError, RuntimeError: as for `update`; and ValueError where
+                rank 0 lacks parameters that other ranks have (pipeline stages). On every rank.
         """
         return full_state.collect(*self._export(module, export_dtype))
 
@@ -484,23 +509,42 @@ class EMA_FSDP:
             layout = Layout(module)  # a new walk: buffers may have been replaced since the last one
         except (TypeError, ValueError, RuntimeError) as problem:
             error = problem
-        raise_together(error)
+        if self._layout.groups():
+            raise_together(error)
+            full_state.refuse_parts_elsewhere(layout)
+        elif error is not None:
+            raise error
         left_out = self._selection.coverage(layout).left_out
         live = {name: tensor for name, tensor in layout.live().items() if name not in left_out}
         return layout, live | self.shadow, export_dtype
 
     def _bind(self, module: Model) -> Layout:
         """The layout of `module` as it is now, and batches that read its values; walks only where something changed."""
-        if module is self._module and self._layout.is_current():
+        if self._is_bound_to(module) and self._layout.is_current():
             return self._layout
-        layout = Layout(module)
-        self._refuse_other_model(layout)
-        self._module, self._layout = module, layout
-        for name in self._selection.coverage(layout).tracked:
-            if name not in self.shadow:
-                self._start(name)  # it became trainable
-        self._plan()
+        with _ordinary_tensors():
+            layout = Layout(module)
+            self._refuse_other_model(layout)
+            self._layout = layout
+            self._waiting = [name for name in self._selection.coverage(layout).tracked if name not in self.shadow]
+            self._plan()
         return layout
+
+    def _is_bound_to(self, module: Model) -> bool:
+        known = self._layout.modules
+        parts = [module] if isinstance(module, nn.Module) else module
+        # A list may have got another stage since the last call, and a new list may hold the same ones.
+        return isinstance(parts, list | tuple) and len(parts) == len(known) and all(map(operator.is_, parts, known))
+
+    def _bind_to_update(self, module: Model) -> None:
+        """Bind, and start the averages of parameters that became trainable: only training says what is averaged."""
+        self._bind(module)
+        if self._waiting:
+            with _ordinary_tensors():
+                for name in self._waiting:
+                    self._start(name)
+                self._waiting = []
+                self._plan()
 
     def _refuse_other_model(self, layout: Layout) -> None:
         known, here = self._layout.shards | self._layout.buffers, layout.shards | layout.buffers
@@ -549,8 +593,9 @@ class EMA_FSDP:
             shadow, live = [self.shadow[n] for n in names], [self._shard(n).live() for n in names]
             roomy = self.nonfinite == "skip" or self._device_count is not None
             self._batches += averaging.plan(shadow, live, low, roomy=roomy, compiled=self._compile)
-        if self._compile:
-            averaging.announce_compiling(self._batches)
+        if (count := averaging.count_compiled(self._batches)) != self._compiling:
+            self._compiling = count
+            averaging.announce_compiling(count)
         if not hasattr(self, "_skipped"):
             self._skipped = torch.zeros((), dtype=torch.int64, device=next(iter(self.shadow.values())).device)
 
@@ -565,8 +610,18 @@ class EMA_FSDP:
     def _views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._shard(name).view(tensor) for name, tensor in tensors.items()}
 
-    def _tracked(self) -> list[tuple[str, tuple[int, ...]]]:
-        return sorted((name, tuple(self._shard(name).shape)) for name in self.shadow)
+    def _tracked(self) -> list[tuple[str, tuple[int, ...], str]]:
+        return sorted((name, tuple(self._shard(name).shape), str(t.dtype)) for name, t in self.shadow.items())
+
+    def _refuse_uncapturable(self, config: ema_state.Config) -> None:
+        """Raise where a saved state cannot be gone on with on the device, which keeps this count."""
+        if self._capturable and config.update_every > 1:
+            raise ValueError(
+                f"update_every: the EMA state was saved with {config.update_every}, and capturable=True needs 1; build "
+                f"this EMA with capturable=False"
+            )
+        if self._device_count is not None and (schedule := config.schedule()) is not None:
+            decay_on_device(schedule, self._device_count + 1)
 
     def _refuse_while_swapped(self, what: str) -> None:
         if self._swapped:
@@ -574,6 +629,13 @@ class EMA_FSDP:
                 f"{what}: the average is in the model at this moment (inside swapped_into), and the live weights are "
                 f"put back when the block ends. Call it outside the block."
             )
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Let what is made here be updated later, also where the caller is in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ VERSION = 1
 # The settings travel in a tensor of this fixed size: any checkpoint reader can hold them, and none has to unpickle
 # them.
 CONFIG_BYTES = 2048
+# The entry of a state whose name says what it fits (`fits_name`).
+FITS = "fits"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,6 @@ class Config:
         version: of this format.
         decay: the schedule as `decay.to_config` describes it.
         start_after, update_every, precision: as `EMA_FSDP` takes them.
-        tracked: digest of the names and full shapes of what is averaged.
     """
 
     version: int
@@ -35,24 +36,21 @@ class Config:
     start_after: int
     update_every: int
     precision: str
-    tracked: str
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        start_after: int,
-        update_every: int,
-        precision: str,
-        tracked: Sequence[tuple[str, tuple[int, ...]]],
-    ) -> "Config":
-        """The settings of an average that tracks these (name, full shape) pairs."""
-        digest = sha256(json.dumps(list(tracked)).encode()).hexdigest()
-        return cls(VERSION, to_config(schedule), start_after, update_every, precision, digest)
+    def of(cls, schedule: Schedule, start_after: int, update_every: int, precision: str) -> "Config":
+        """The settings of an average, in this version."""
+        return cls(VERSION, to_config(schedule), start_after, update_every, precision)
 
     def schedule(self) -> Schedule | None:
         """The saved schedule; None for a plain function, which is code, and code is not saved."""
         return None if self.decay.get("kind") == "callable" else from_config(self.decay)
+
+
+def fits_name(precision: str, tracked: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    """What a state has to be saved with to be loaded here: version, precision, a digest of (name, shape, dtype)s."""
+    digest = sha256(json.dumps(list(tracked)).encode()).hexdigest()[:16]
+    return f"version {VERSION}, precision {precision}, {len(tracked)} tracked parameters {digest}"
 
 
 def encode(config: Config) -> Tensor:
@@ -83,13 +81,16 @@ def decode(tensor: Tensor) -> Config:
             f"config: the EMA state has version {version}, this library reads up to {VERSION}: update fsdp_ema_lib"
         )
     try:
-        return Config(**settings)
+        config = Config(**settings)
     except TypeError as problem:
         raise ValueError(f"config: the settings in the EMA state are damaged ({problem})") from problem
+    for what, least in (("start_after", 0), ("update_every", 1)):
+        _check_count(getattr(config, what), what, least)
+    return config
 
 
 def check(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Config:
-    """Raise unless a saved state fits this rank's own; returns its settings.
+    """Raise unless a saved state fits this rank's own; returns its settings. Changes nothing.
 
     Args:
         saved: what is to be loaded.
@@ -98,7 +99,7 @@ def check(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: with every difference.
     """
-    missing = [key for key in here if key not in saved]
+    missing = [key for key in lasting(here) if key not in saved]
     if missing:
         raise ValueError(
             f"the EMA state lacks {', '.join(missing)} (it has {', '.join(map(str, saved)) or 'nothing'}). Pass what "
@@ -113,13 +114,15 @@ def check(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Config:
     lines = _differences(saved["shadow"], here["shadow"]) + _differences(saved.get("low", {}), here.get("low", {}))
     if lines:
         raise ValueError("\n".join(["the EMA state does not fit this model:", *lines]))
-    if config.tracked != mine.tracked:
-        raise ValueError(
-            "the EMA state was saved while other parameters were tracked than are now. Freeze and unfreeze the model "
-            "as it was at the save (and give the same include, exclude and buffers), build the EMA, then load."
-        )
+    for what in ("num_updates", "num_skipped"):
+        _check_count(_scalar(saved[what], what), what, 0)
     config.schedule()  # raises where it is damaged
     return config
+
+
+def lasting(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without `FITS`, for a reader that compares precision and names one by one before it changes anything."""
+    return {key: value for key, value in state.items() if key != FITS}
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -127,6 +130,17 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.local if isinstance(tensor, ShardedView) else tensor
+
+
+def _scalar(value: Any, what: str) -> Any:
+    if not (isinstance(value, Tensor) and value.numel() == 1):
+        raise ValueError(f"{what}: the EMA state holds {value!r}, a tensor of one number was expected")
+    return value.item()
+
+
+def _check_count(value: Any, what: str, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{what}: the EMA state holds {value!r}, a whole number of at least {least} was expected")
 
 
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Tensor]) -> list[str]:

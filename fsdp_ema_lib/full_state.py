@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_ema_lib.agreement import from_rank_zero, raise_together
 from fsdp_ema_lib.layout import Layout, Shard
 from fsdp_ema_lib.names import is_predictive_aux_key, normalize_generator_fsdp_key, normalize_generator_fsdp_state_dict
 from fsdp_ema_lib.process_group import comm_device, is_main_process
@@ -67,6 +68,23 @@ def collect(layout: Layout, locals_: Mapping[str, Tensor], export_dtype: torch.d
         gathered[name] = gathered[primary] if primary in gathered else tensor.to("cpu", copy=True)
         del tensor
     return {name: gathered[name] for name in layout.primary if name in gathered} if is_main_process() else {}
+
+
+def refuse_parts_elsewhere(layout: Layout) -> None:
+    """Raise ValueError on every rank unless rank 0's model has all names of every rank's. Collective.
+
+    Gathers end on rank 0, over the groups that it belongs to: a pipeline stage that it has no part of would be missing.
+    """
+    at_zero = set(from_rank_zero(list(layout.primary)))
+    away = [name for name in layout.primary if name not in at_zero]
+    error = None
+    if away:
+        error = ValueError(
+            f"rank 0 has no part of {', '.join(away[:3])}{' ...' if len(away) > 3 else ''}, which other ranks hold (a "
+            f"pipeline stage of their own): one rank cannot gather them all. Save with torch.distributed.checkpoint or "
+            f"CheckpointManager, and export the checkpoint with `fsdp-ema export`."
+        )
+    raise_together(error)
 
 
 def check_export_dtype(export_dtype: torch.dtype | None) -> None:

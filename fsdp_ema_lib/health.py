@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsdp_ema_lib import averaging
 from fsdp_ema_lib.layout import Layout, Shard
+from fsdp_ema_lib.process_group import comm_device
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,16 @@ def measure(layout: Layout, shadow: Mapping[str, Tensor], low: Mapping[str, Tens
     for name, average in shadow.items():
         shard = layout.get(name)
         assert shard is not None, name
-        rows[shard.split_over()][name] = _sums(shard, average, low.get(name), decay)
-    tables = []
+        groups = shard.split_over()
+        # A CPU-offloaded shard's group may reduce on a GPU alone; parts of a model may be on several.
+        device = comm_device(groups[0]) if groups else next(iter(shadow.values())).device
+        rows[groups][name] = _sums(shard, average, low.get(name), decay).to(device, non_blocking=True)
+    tables: list[Tensor] = []
     for groups, by_name in rows.items():
         table = torch.stack(list(by_name.values()))
         for group in groups:
             dist.all_reduce(table, group=group)
-        tables.append(table)
+        tables.append(table if not tables else table.to(tables[0].device))
     names = [name for by_name in rows.values() for name in by_name]
     sums = dict(zip(names, torch.cat(tables).tolist(), strict=True))  # the one read from the device
     return Health(

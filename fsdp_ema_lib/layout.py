@@ -474,10 +474,13 @@ class Layout:
         """Remember what `is_current` compares: registered objects and the addresses of their values."""
         # Keeping the tensors themselves makes identity safe: no new object can take a dead one's address.
         modules = list(dict.fromkeys(module for part in self.modules for module in part.modules()))
-        self._sizes = [(table, len(table)) for m in modules for table in (m._modules, m._parameters) if table]
+        self._tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self._sizes = list(map(len, self._tables))
         self._slots: list[tuple[dict[str, Any], str, object]] = [
             (m._modules, key, child) for m in modules for key, child in m._modules.items()
         ]
+        # A module built with bias=False has an empty place for it, which may be filled later.
+        self._slots += [(m._parameters, key, None) for m in modules for key, p in m._parameters.items() if p is None]
         tensors = []
         for shard in shards:
             tensor = shard.registered
@@ -498,7 +501,7 @@ class Layout:
         """
         if not all(slots.get(key) is known for slots, key, known in self._slots):
             return False
-        if not all(len(table) == size for table, size in self._sizes):
+        if list(map(len, self._tables)) != self._sizes:
             return False
         if not all(tensor._local_tensor is local for tensor, local in self._meshed):
             return False

@@ -1,6 +1,6 @@
 """What an average tracks, what an export copies from the live model, what it leaves out, and why."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -88,11 +88,11 @@ class Selection:
                 "\n".join(idle) + "\nPatterns are matched against whole canonical names; * matches dots too."
             )
 
-    def coverage(self, layout: Layout) -> Coverage:
-        """Sort every parameter and buffer of a model."""
+    def coverage(self, layout: Layout, *, averaged: Collection[str] = ()) -> Coverage:
+        """Sort every parameter and buffer of a model; those of `averaged` are tracked already, and stay so."""
         found = Coverage()
         for name, shard in layout.shards.items():
-            why = self._why_not(shard)
+            why = None if name in averaged else self._why_not(shard)
             if why is None:
                 found.tracked.append(name)
             else:

@@ -1,6 +1,7 @@
 """Fixtures that every test file may use."""
 
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -80,6 +81,9 @@ class _FromWorkers:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script's background jobs ignore interrupts, and so do their children, which some tests interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_FromWorkers(config))
 

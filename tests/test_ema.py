@@ -49,7 +49,7 @@ def worker_average(
     dcp.save({"ema": ema}, checkpoint_id=folder)
     again = EMA_FSDP(LAYOUTS[layout](Zoo(features, dtype)), decay=0.5)
     dcp.load({"ema": again}, checkpoint_id=folder)
-    reloaded = again.full_state_dict(again._module)
+    reloaded = again.full_state_dict(again._layout.modules)
 
     third = EMA_FSDP(model, decay=DECAY)
     third.load_full_state_dict(full, model)
