@@ -8,8 +8,6 @@ rank's peak resident set over what it had. Processor time is rank 0's.
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import platform
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from memory import MIB, peak_rise
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -40,7 +39,6 @@ from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.ema_state import local_of
 from fsdp_ema_lib.safetensors_io import export_safetensors
 
-MIB = 1 << 20
 KINDS = ("FSDP1", "FSDP2")
 
 # What a run has to reach. Export: MiB above the largest unit. Times: (what, against what) -> largest ratio. Cold means
@@ -77,21 +75,6 @@ def build(kind: str, blocks: int, mebibytes: int) -> nn.Module:
     for name, block in list(model.named_children()):
         model.add_module(name, FullyShardedDataParallel(block, **options))
     return FullyShardedDataParallel(model, **options)
-
-
-def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def peak_rise(work: Callable[[], Any]) -> float:
-    """MiB by which the peak rises over the present."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide a part of the rise
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    work()
-    return (resident("VmHWM") - before) / MIB
 
 
 def measure_export(kind: str, folder: Path, mebibytes: int, blocks: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from memory import peak_rise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,6 +27,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_ema_lib import EMA_FSDP
 
 DECAY = 0.999
+OURS, COMPILED = "fsdp_ema_lib", "fsdp_ema_lib, compile=True"
+PEERS = ("torch AveragedModel", "ema-pytorch", "diffusers EMAModel", "timm ModelEmaV3")
 Side = tuple[str, Callable[[], object]]
 
 
@@ -126,6 +129,9 @@ def flat_limit(numel: int) -> Side:
     return "limit", lambda: average.lerp_(live, 1 - DECAY)
 
 
+EXTRA = "extra memory (MiB)"
+
+
 def plain_case(shapes: list[tuple[int, ...]], rounds: int, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
     model = model_of(shapes, dtype)
     sides = [flat_limit(sum(p.numel() for p in model.parameters())), ("fsdp_ema_lib", ours(model))]
@@ -135,7 +141,8 @@ def plain_case(shapes: list[tuple[int, ...]], rounds: int, dtype: torch.dtype, c
         sides += peers(model)
     times = measure(sides, rounds)
     limit = times.pop("limit") * (1.0 if dtype is torch.float32 else 10 / 12)
-    return {"limit_ms": limit * 1e3} | {name: seconds / limit for name, seconds in times.items()}
+    extra = max(peak_rise(call) for name, call in sides if name in (OURS, COMPILED))
+    return {"limit_ms": limit * 1e3} | {name: seconds / limit for name, seconds in times.items()} | {EXTRA: extra}
 
 
 def dtensor_case(rounds: int) -> dict[str, float]:
@@ -154,20 +161,16 @@ def dtensor_case(rounds: int) -> dict[str, float]:
 TARGETS = {
     "six large, fp32": {"fsdp_ema_lib": 1.10, "fsdp_ema_lib, compile=True": 0.95},
     "ViT-B, fp32": {"fsdp_ema_lib": 1.10, "fsdp_ema_lib, compile=True": 0.95},
-    "ViT-B, bf16 live": {"fsdp_ema_lib": 1.6, "fsdp_ema_lib, compile=True": 1.0},
+    "ViT-B, bf16 live": {"fsdp_ema_lib": 1.6, "fsdp_ema_lib, compile=True": 1.0, EXTRA: 64.0},
     "3000 small, fp32": {"fsdp_ema_lib": 3.0},
     "400 tiny DTensors": {"fsdp_ema_lib": 1.1},
 }
 
 
-OURS, COMPILED = "fsdp_ema_lib", "fsdp_ema_lib, compile=True"
-PEERS = ("torch AveragedModel", "ema-pytorch", "diffusers EMAModel", "timm ModelEmaV3")
-
-
 def misses(results: dict[str, dict[str, float]]) -> list[str]:
     """What was to be reached and was not, a sentence each."""
     lines = [
-        f"{case}: {side} took {results[case][side]:.2f} x the limit, at most {most} was to be reached"
+        f"{case}, {side}: {results[case][side]:.2f}, at most {most} was to be reached"
         for case, sides in TARGETS.items()
         for side, most in sides.items()
         if case in results and results[case][side] > most
@@ -223,7 +226,9 @@ def main() -> int:
     missed = misses(results)
     report = {"machine": found, "ratios": results, "missed": missed}
     (arguments.out / "update.json").write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(missed) or "every target was reached")
+    if absent := [peer for peer in PEERS if not any(peer in row for row in results.values())]:
+        print(f"not compared with {', '.join(absent)}")
+    print("\n".join(missed) or "every target that was measured was reached")
     dist.destroy_process_group()
     return 1 if missed else 0
 
