@@ -40,10 +40,10 @@ lab: $(READY)  ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
 # timm without its dependencies: its torchvision may replace torch, and its average needs torch alone.
-bench: $(READY)  ## time and memory of updates, checkpoints and sliders, beside other libraries; JSON in outputs/bench
+bench: $(READY)  ## time and memory of updates, checkpoints, starts and sliders; JSON in outputs/bench
 	$(PIP) install -c constraints.txt -e '.[lab,bench]'
 	$(PIP) install -c constraints.txt --no-deps timm
-	@status=0; for name in update checkpoint slider; do $(BIN)/python benchmarks/bench_$$name.py || status=1; done; exit $$status
+	@status=0; for name in update checkpoint start slider; do $(BIN)/python benchmarks/bench_$$name.py || status=1; done; exit $$status
 
 gpu-check:  ## gpu tests and every notebook on CUDA under PYTHON; WHEELS=folder brings what it lacks
 	$(PYTHON) scripts/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)")
