@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from zoo import LAYOUTS, Zoo, train
 
+from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_ema_lib.decay import HalfLifeSamples, Warmup, decay_at
 from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.offline import export
 
 DECAY = 0.9
 
@@ -317,7 +320,14 @@ def worker_stages(folder: str) -> tuple[str, list[str]]:
     dcp.save({"ema": ema}, checkpoint_id=folder)
     again = EMA_FSDP([stage], 0.5)
     dcp.load({"ema": again}, checkpoint_id=folder)
-    return text, [name for name, average in ema.shadow.items() if not torch.equal(average, again.shadow[name])]
+    managed = EMA_FSDP([stage], 0.5)
+    save_checkpoint(f"{folder}/managed", model=[stage], ema=ema, step=1)
+    load_checkpoint(f"{folder}/managed", model=[stage], ema=managed)
+    return text, [
+        name
+        for name, average in ema.shadow.items()
+        if not torch.equal(average, again.shadow[name]) or not torch.equal(average, managed.shadow[name])
+    ]
 
 
 def test_stages_on_other_ranks_are_saved_and_loaded_but_no_single_rank_gathers_them(ranks, tmp_path):
@@ -326,3 +336,7 @@ def test_stages_on_other_ranks_are_saved_and_loaded_but_no_single_rank_gathers_t
             f"rank {rank}: {text}"
         )
         assert unequal == [], f"rank {rank}"
+    export(tmp_path / "managed", tmp_path / "ema.safetensors")
+    assert sorted(load_file(tmp_path / "ema.safetensors")) == [
+        f"stage{n}.{what}" for n in (0, 1) for what in ("bias", "weight")
+    ]
