@@ -48,7 +48,9 @@ def test_an_interrupt_keeps_finished_runs_and_leaves_no_kernel(checkout, no_orph
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     make_notebook(
-        f"import pathlib; pathlib.Path({str(fifo)!r}).write_text('here')", "while True: pass", name="02_second"
+        f"import pathlib, tempfile; tempfile.mkdtemp(); pathlib.Path({str(fifo)!r}).write_text('here')",
+        "while True: pass",
+        name="02_second",
     )
     runner = subprocess.Popen(
         [sys.executable, "-m", "fsdp_ema_lib.lab.cli", "run"],
