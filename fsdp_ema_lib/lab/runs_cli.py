@@ -21,6 +21,7 @@ from fsdp_ema_lib.lab.notebooks import (
     all_notebooks,
     find_notebook,
     inspect_notebook,
+    load_yaml,
     parse_assignment,
     ranks_assignment,
     repo_root,
@@ -169,7 +170,7 @@ def run_folder(info: NotebookInfo, output: Path | None) -> Path:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotebookError(f"-f {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
