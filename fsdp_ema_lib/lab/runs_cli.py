@@ -156,7 +156,14 @@ def _chosen(names: list[str] | None) -> list[Path]:
     if not names:
         return all_notebooks()
     # Twice the same notebook would write to the same folder.
-    return list(dict.fromkeys(find_notebook(name) for name in names))
+    chosen = list(dict.fromkeys(find_notebook(name) for name in names))
+    stems = [path.stem for path in chosen]
+    if twice := [str(path) for path in chosen if stems.count(path.stem) > 1]:
+        raise NotebookError(
+            f"notebooks of the same name would share a folder of results: {', '.join(twice)}. "
+            "Run them one by one with different --output, or rename all but one."
+        )
+    return chosen
 
 
 def _outputs(info: NotebookInfo, output: Path | None) -> Path:
