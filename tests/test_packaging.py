@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"pytorch": "torch"}
+CONDA_NAMES = {"pytorch": "torch", "bleach-with-css": "bleach", "playwright-python": "playwright"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CORE = ["torch", "safetensors"]
 OF_THE_LAB = ["matplotlib", "ipywidgets", "papermill", "ipyparallel", "sklearn", "typer", "rich", "numpy", "IPython"]
@@ -84,6 +85,17 @@ def test_the_core_asks_for_torch_safetensors_and_the_standard_library_alone():
             for name in names:
                 room = name.startswith("fsdp_ema_lib") and not name.startswith("fsdp_ema_lib.lab")
                 assert room or name.split(".")[0] in allowed, f"{path.name} imports {name}"
+
+
+def test_everything_that_the_lab_imports_is_asked_for():
+    asked, homes = pip_requirements("lab"), packages_distributions()
+    own = {"fsdp_ema_lib", "kernel_host", *sys.stdlib_module_names}  # a script imports the latter from beside it
+    for path in (ROOT / "fsdp_ema_lib" / "lab").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.split(".")[0] for name in names} - own:
+                assert set(map(canonicalize_name, homes[name])) & set(asked), f"{path.name} imports {name}"
 
 
 def test_importing_the_core_imports_nothing_of_the_lab():
