@@ -117,7 +117,8 @@ def sweep(
     """Run a notebook for every combination of parameter values, each in a process and a folder of its own.
 
     The same command again runs only what is not finished: what failed, was interrupted or never started, and what was
-    run with other code in the notebook's cells or another library. `fsdp-ema report` shows the results on one page.
+    run with other code in the notebook's cells or another library. Code of your own that a notebook imports is not
+    looked at: --again after a change there. `fsdp-ema report` shows the results on one page.
     Exit status: 0 all passed, 1 one failed, 2 wrong usage, 130 interrupted.
 
     Example: fsdp-ema sweep 04 -p decay=0.9,0.99,0.999 -p seed=0:4 -p steps=300 -j 2
