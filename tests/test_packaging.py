@@ -1,6 +1,7 @@
 """What a user installs: names and versions said in one place are said the same way in the others."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_python_versions_are_the_same_everywhere():
         listed = f"Programming Language :: Python :: 3.{minor}" in PROJECT["classifiers"]
         assert listed == (f"3.{minor}" in supported)
     assert "apt-get install python3.12-venv" in check_python.complaint((3, 12), False)
+
+
+@pytest.mark.parametrize(("user", "options"), [(0, ["--allow-root"]), (1000, []), (10, [])])
+def test_jupyterlab_starts_as_root_too(tmp_path, user, options):
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    make = ["make", "--dry-run", "--old-file=.venv/.installed", "lab"]
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [".venv/bin/jupyter", "lab", "--notebook-dir=notebooks", *options]
 
 
 def test_the_core_asks_for_torch_safetensors_and_the_standard_library_alone():
