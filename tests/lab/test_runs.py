@@ -218,6 +218,37 @@ def test_a_run_in_another_thread_can_be_stopped(make_notebook, tmp_path, no_orph
     assert load_result(tmp_path / "results").status == "interrupted"
 
 
+STUCK_RANKS = """\
+from fsdp_ema_lib.lab.cluster import ranks
+def stuck(fifo):
+    import signal
+    import torch.distributed as dist
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        open(fifo, "w").write("here")
+    while True:
+        signal.pause()
+ranks(2, device="cpu").run(stuck, "{fifo}")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_with_stuck_ranks_leaves_nothing(make_notebook, tmp_path, no_orphans, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # that may stay
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path, results = make_notebook(STUCK_RANKS.format(fifo=fifo)), []
+    with Stop() as stop:
+        thread = threading.Thread(target=lambda: results.append(run(path, tmp_path / "results", stop=stop)))
+        thread.start()
+        assert fifo.read_text() == "here"
+        stop.set()
+        thread.join(timeout=30)
+    assert [result.status for result in results] == ["interrupted"]
+
+
 def test_a_full_disk_is_said_in_a_line(make_notebook, tmp_path, no_orphans):
     # A limit for the size of a file meets a write as a full disk does, and children inherit it.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
