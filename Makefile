@@ -36,8 +36,9 @@ lint: $(READY)  ## style of code and notebooks, types of the core
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Jupyter does not start as root unless it is told to, and a container has no other user.
 lab: $(READY)  ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # timm without its dependencies: its torchvision may replace torch, and its average needs torch alone.
 bench: $(READY)  ## time and memory of updates, checkpoints, starts and sliders; JSON in outputs/bench

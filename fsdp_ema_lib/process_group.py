@@ -65,10 +65,11 @@ def launch_distributed_job(
 ) -> torch.device:
     """Start torch.distributed if it is not running, and say on which device this process works.
 
-    Without torchrun's variables in the environment the process becomes rank 0 of a group of one. The rendezvous is a
-    file in a fresh directory that only this user can enter, never a port and never a name that can be guessed; gloo
-    itself still listens on a socket of its own while the group lives (`GLOO_SOCKET_IFNAME=lo` keeps that one off
-    the network). Leave the file alone while the group lives: `torch.distributed.new_group` needs it.
+    Without torchrun's variables in the environment (an address alone, MASTER_ADDR or MASTER_PORT, is not enough) the
+    process becomes rank 0 of a group of one. The rendezvous is a file in a fresh directory that only this user can
+    enter, never a port and never a name that can be guessed; gloo itself still listens on a socket of its own while the
+    group lives (`GLOO_SOCKET_IFNAME=lo` keeps that one off the network). Leave the file alone while the group lives:
+    `torch.distributed.new_group` needs it.
 
     Under torchrun every rank must call this, with the same arguments. When torchrun restarts its workers, on one node
     or several, nothing of the killed ones reaches the new group.
@@ -311,7 +312,8 @@ atexit.register(_shutdown_without_waiting)
 def _read_torchrun_variables() -> _Place | None:
     """Read what torchrun says about this process; None if it says nothing."""
     found = {name: os.environ[name] for name in TORCHRUN_VARIABLES if name in os.environ}
-    if not found:
+    # An address alone is nobody's word about this process: some machines export one to every shell.
+    if found.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:
         return None
     missing = [name for name in TORCHRUN_VARIABLES if name not in found]
     if missing:

@@ -6,6 +6,7 @@ machine has and never over it.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,28 +16,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / ".gpu-check" / "site"
-# Of the extras in pyproject.toml, what neither a test nor a headless notebook imports.
-NOT_NEEDED = {"jupyterlab", "mypy", "ruff", "types-pyyaml"}
+# Of the lab's packages, what no headless notebook imports.
+NOT_NEEDED = {"bleach", "itables", "jinja2", "jupyterlab", "nbconvert"}
+FOR_TESTS = {"pytest", "pytest-timeout"}
 
 
-def cuda_complaint() -> str:
+def torch_complaint() -> str:
     try:
         import torch
     except ImportError:
         return f"{sys.executable} has no torch. Name the Python that has: make gpu-check PYTHON=..."
+    oldest = next(line.partition(">=")[2] for line in project()["dependencies"] if normalized(line) == "torch")
+    if release(torch.__version__) < release(oldest):
+        return f"torch {torch.__version__} of {sys.executable} is too old, {oldest} is needed: nothing was checked."
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} of {sys.executable} finds no CUDA device here: nothing was checked."
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     return ""
 
 
-def installed() -> set[str]:
-    names = (distribution.metadata["Name"] for distribution in metadata.distributions())
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def installed(**where: list[str]) -> set[str]:
+    names = (distribution.metadata["Name"] for distribution in metadata.distributions(**where))
     return {normalized(name) for name in names if name}
 
 
-def normalized(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
+def normalized(requirement: str) -> str:
+    """The name that a requirement or a part of a file name begins with, as all write it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]*\w", requirement)[0]).lower()
 
 
 def install(wheels: Path) -> None:
@@ -52,17 +66,21 @@ def install(wheels: Path) -> None:
 
 
 def lacking() -> list[str]:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    needed = {normalized(line.split(">")[0]) for extra in ("lab", "test") for line in extras[extra]} - NOT_NEEDED
-    carried = {normalized(d.metadata["Name"]) for d in metadata.distributions(path=[str(SITE)])}
-    return sorted(needed - installed() - carried)
+    lines = [*project()["dependencies"], *project()["optional-dependencies"]["lab"]]
+    needed = {normalized(line) for line in lines} - NOT_NEEDED | FOR_TESTS
+    return sorted(needed - installed() - installed(path=[str(SITE)]))
+
+
+def gpu_tests() -> list[str]:
+    """Only files with the mark: what others import may be missing here."""
+    return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     wheels = parser.parse_args().wheels
-    if text := cuda_complaint():
+    if text := torch_complaint():
         sys.exit(text)
     if wheels is not None:
         if not any(wheels.glob("*.whl")):
@@ -78,7 +96,7 @@ def main() -> int:
     }
     notebooks = ["run", "--device", "cuda", "--output", str(ROOT / "outputs" / "gpu")]
     checks = {
-        "gpu tests": ["pytest", "-m", "gpu", "tests"],
+        "gpu tests": ["pytest", "-m", "gpu", *gpu_tests()],
         "notebooks": ["fsdp_ema_lib.lab.cli", *notebooks],
     }
     failed = []

@@ -12,9 +12,9 @@ from pool import RankPools
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPools]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     """`ranks(world_size, worker, **kwargs)` runs a worker on real gloo ranks, returns its results by rank."""
-    pools = RankPools()
+    pools = RankPools(tmp_path_factory.mktemp("ranks"))
     yield pools
     pools.close()
 

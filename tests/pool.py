@@ -54,8 +54,8 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
 class RankPool:
     """`world_size` gloo ranks that run one worker function after another."""
 
-    def __init__(self, world_size: int) -> None:
-        self.folder = tempfile.mkdtemp(prefix="fsdp-ema-pool-")
+    def __init__(self, world_size: int, folder: Path) -> None:
+        self.folder = tempfile.mkdtemp(prefix=f"{world_size}-ranks-", dir=folder)
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes = []
@@ -118,9 +118,14 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, started at first use, replaced after a failure."""
+    """One pool per world size, started at first use, replaced after a failure.
 
-    def __init__(self) -> None:
+    Args:
+        folder: for logs and meeting points, of pytest's making: what a run that is killed leaves there, a later clears.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.pools: dict[int, RankPool] = {}
 
     def __call__(
@@ -128,7 +133,7 @@ class RankPools:
     ) -> list[Any]:
         """Run `worker(**kwargs)` on every rank; returns the results in rank order, or raises with each traceback."""
         if world_size not in self.pools:
-            self.pools[world_size] = RankPool(world_size)
+            self.pools[world_size] = RankPool(world_size, self.folder)
         try:
             return self.pools[world_size].run(worker, timeout, kwargs)
         except AssertionError:

@@ -1,10 +1,12 @@
 """What a user installs: names and versions said in one place are said the same way in the others."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"pytorch": "torch"}
+CONDA_NAMES = {"pytorch": "torch", "bleach-with-css": "bleach", "playwright-python": "playwright"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CORE = ["torch", "safetensors"]
 OF_THE_LAB = ["matplotlib", "ipywidgets", "papermill", "ipyparallel", "sklearn", "typer", "rich", "numpy", "IPython"]
@@ -74,6 +76,17 @@ def test_python_versions_are_the_same_everywhere():
     assert "apt-get install python3.12-venv" in check_python.complaint((3, 12), False)
 
 
+@pytest.mark.parametrize(("user", "options"), [(0, ["--allow-root"]), (1000, []), (10, [])])
+def test_jupyterlab_starts_as_root_too(tmp_path, user, options):
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    make = ["make", "--dry-run", "--old-file=.venv/.installed", "lab"]
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [".venv/bin/jupyter", "lab", "--notebook-dir=notebooks", *options]
+
+
 def test_the_core_asks_for_torch_safetensors_and_the_standard_library_alone():
     allowed = {*CORE, *sys.stdlib_module_names}
     for path in (ROOT / "fsdp_ema_lib").glob("*.py"):
@@ -84,6 +97,17 @@ def test_the_core_asks_for_torch_safetensors_and_the_standard_library_alone():
             for name in names:
                 room = name.startswith("fsdp_ema_lib") and not name.startswith("fsdp_ema_lib.lab")
                 assert room or name.split(".")[0] in allowed, f"{path.name} imports {name}"
+
+
+def test_everything_that_the_lab_imports_is_asked_for():
+    asked, homes = pip_requirements("lab"), packages_distributions()
+    own = {"fsdp_ema_lib", "kernel_host", *sys.stdlib_module_names}  # a script imports the latter from beside it
+    for path in (ROOT / "fsdp_ema_lib" / "lab").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.split(".")[0] for name in names} - own:
+                assert set(map(canonicalize_name, homes[name])) & set(asked), f"{path.name} imports {name}"
 
 
 def test_importing_the_core_imports_nothing_of_the_lab():

@@ -1,6 +1,7 @@
 """The pool itself: a failing rank is named with its traceback, a hanging one does not hang the session."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def worker_one_dies() -> None:
 
 def test_results_come_back_in_rank_order(ranks):
     assert ranks(2, worker_sum) == [3.0, 3.0]
+
+
+def test_a_run_that_is_killed_leaves_its_files_where_pytest_clears_them(ranks, tmp_path_factory):
+    ranks(2, worker_sum)
+    assert tmp_path_factory.getbasetemp() in Path(ranks.pools[2].folder).parents
 
 
 @pytest.mark.parametrize(

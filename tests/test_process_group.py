@@ -273,6 +273,15 @@ def test_half_set_torchrun_variables_name_the_missing_one(torchrun_environment, 
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("exported", [["MASTER_ADDR"], ["MASTER_PORT"], ["MASTER_ADDR", "MASTER_PORT"]])
+def test_an_address_without_a_rank_is_no_torchrun(home, monkeypatch, exported):
+    """Some machines export one to every shell."""
+    for name in exported:
+        monkeypatch.setenv(name, "no address")
+    assert launch_distributed_job(device="cpu") == torch.device("cpu")
+    assert dist.get_world_size() == 1 and [file.name for file in home.glob("*/*")] == ["rendezvous"]
+
+
 def test_all_missing_variables_are_named_at_once(home, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(RuntimeError, match="^WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but RANK is. "):

@@ -389,7 +389,10 @@ class Ranks:
         if shell is not None:
             from fsdp_ema_lib.lab.rank_magics import RankMagics
 
-            shell.magics_manager.register(RankMagics(shell, self.view, self))
+            # A view of their own: `%pxconfig --targets` is not to change where `run` runs.
+            view = self._engines.client.direct_view(self._ids)
+            view.block = True
+            shell.magics_manager.register(RankMagics(shell, view, self))
 
 
 def _failures(result: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:

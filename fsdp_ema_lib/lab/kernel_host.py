@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -86,12 +87,13 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
             continue
 
 
-def _die_with_the_caller(mark: str) -> None:
-    """Wait for the end of standard input, which comes when the caller is gone, killed included."""
+def _die_with_the_caller(mark: str, temporary: str) -> None:
+    """Wait for the end of standard input, which comes when the caller is gone, killed included; do what it would."""
     # Not through sys.stdin: the interpreter aborts at its end when a thread holds the lock of that object.
     while os.read(0, 4096):
         pass
     end_marked(mark)
+    shutil.rmtree(temporary, ignore_errors=True)
     os._exit(1)
 
 
@@ -161,7 +163,7 @@ def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:
         job = json.loads(unbuffered.readline())
     mark = os.environ[MARK].rsplit(":", 1)[-1]
-    threading.Thread(target=_die_with_the_caller, args=(mark,), daemon=True).start()
+    threading.Thread(target=_die_with_the_caller, args=(mark, job["temporary"]), daemon=True).start()
     with open(job["progress"], "w", buffering=1, encoding="utf-8") as progress:
 
         def report(**event: Any) -> None:

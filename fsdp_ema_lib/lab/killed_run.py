@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +151,7 @@ def run_with_kills(
     folder = Path(folder)
     _check_kills(kills, config, ranks, save_every)
     attempts = []
+    tracker_is_new = resource_tracker._resource_tracker._fd is None  # type: ignore[attr-defined]
     # Ranks are forked from a server that has imported all this, torch among it, once: that is most of their start.
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     try:
@@ -158,14 +159,20 @@ def run_with_kills(
             job = _Job(folder, config, ranks, decay, save_every, async_save, timeout_s, number, kill)
             attempts.append(_attempt(job))
     finally:
-        _end_server()
+        _end_server(with_tracker=tracker_is_new)
     final = [torch.load(folder / f"final{rank}.pt", weights_only=True) for rank in range(ranks)]
     return Run(job.checkpoints, attempts, final)
 
 
-def _end_server() -> None:
-    """Left alone, Python's fork server would stay until this process ends."""
+def _end_server(with_tracker: bool) -> None:
+    """Left alone, Python's fork server and its resource tracker would stay until this process ends.
+
+    A kernel that ends would even wait for the tracker, which is deaf to SIGTERM, until it is killed before it has
+    cleared up. One that was there before is left: it may know of the resources of others.
+    """
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    if with_tracker:
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def _check_kills(kills: Sequence[Kill], config: TrainingConfig, ranks: int, save_every: int) -> None:

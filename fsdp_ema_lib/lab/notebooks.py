@@ -364,7 +364,10 @@ def check_parameters(info: NotebookInfo, given: Mapping[str, Any]) -> dict[str, 
         try:
             values[name] = _fit(value, known[name].default)
         except TypeError as error:
-            complaints.append(f"{info.stem}: {name}: {error}, found {value!r} ({type(value).__name__})")
+            complaint = f"{info.stem}: {name}: {error}, found {value!r} ({type(value).__name__})"
+            if isinstance(value, str) and ":" in value and type(known[name].default) in (int, float):
+                complaint += "; ranges of whole numbers, such as 0:4, are for -p of fsdp-ema sweep"
+            complaints.append(complaint)
     if complaints:
         raise NotebookError("\n".join(complaints))
     return values
@@ -373,7 +376,8 @@ def check_parameters(info: NotebookInfo, given: Mapping[str, Any]) -> dict[str, 
 def parse_assignment(info: NotebookInfo, text: str) -> tuple[str, Any]:
     """Turn `name=value` as typed on a command line into a name and a value, typed as YAML types it.
 
-    A parameter whose default is a string takes the text as it stands, so that `label=12` and `label=on` stay strings.
+    A parameter whose default is a string takes the text as it stands, so that `label=12` and `label=on` stay strings;
+    quotes around all of it are taken off.
 
     Raises:
         NotebookError: no `=` in the text, or a value that YAML cannot read.
@@ -381,14 +385,42 @@ def parse_assignment(info: NotebookInfo, text: str) -> tuple[str, Any]:
     name, equals, raw = (part.strip() for part in text.partition("="))
     if not equals or not name.isidentifier():
         raise NotebookError(f"-p {text}: expected name=value")
+    parameter = (info.parameters or {}).get(name)
+    if parameter is not None and isinstance(parameter.default, str):
+        quoted = re.fullmatch(r"""'([^']*)'|"([^"]*)\"""", raw)
+        return name, raw if quoted is None else quoted[1] or quoted[2] or ""
     try:
-        value = yaml.safe_load(raw)
+        return name, load_yaml(raw)
     except yaml.YAMLError as error:
         raise NotebookError(f"-p {text}: the value is not YAML: {' '.join(str(error).split())}") from error
-    parameter = (info.parameters or {}).get(name)
-    if parameter is not None and isinstance(parameter.default, str) and not isinstance(value, str):
-        value = raw
-    return name, value
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML without the numbers to base 60 of its version 1.1, in which 1:4 is 64."""
+
+
+def _number_or_text(loader: _Yaml, node: yaml.ScalarNode) -> int | float | str:
+    if ":" in node.value:
+        return node.value
+    kind = node.tag.rpartition(":")[2]
+    return loader.construct_yaml_int(node) if kind == "int" else loader.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    _Yaml.add_constructor(f"tag:yaml.org,2002:{_kind}", _number_or_text)
+
+
+def load_yaml(text: str) -> Any:
+    """Read YAML, in which 1:4 is text and not 64.
+
+    Raises:
+        yaml.YAMLError: it is none.
+
+    Example:
+        >>> load_yaml("{seed: 3, range: 1:4}")
+        {'seed': 3, 'range': '1:4'}
+    """
+    return yaml.load(text, _Yaml)
 
 
 RANK_PARAMETERS = ("ranks", "world_size", "world_sizes")

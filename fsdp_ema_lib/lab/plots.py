@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -29,7 +28,7 @@ LIVE_COLOR = "#000000"
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 _STYLE: dict[str, Any] = {
-    "axes.prop_cycle": cycler(color=OKABE_ITO),
+    "axes.prop_cycle": plt.cycler(color=OKABE_ITO),
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,

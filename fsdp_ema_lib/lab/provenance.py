@@ -19,6 +19,8 @@ PACKAGE = "fsdp_ema_lib"
 def digests(info: NotebookInfo, settings: Mapping[str, Any]) -> dict[str, str]:
     """Digest what decides the outcome of a run; a run need not be repeated while all three are the same.
 
+    A module of the reader's own, named by an import path among the parameters, is not looked into.
+
     Args:
         info: from `inspect_notebook`.
         settings: the values of all parameters, as `settings_of` returns them.

@@ -32,8 +32,8 @@ class RankMagics(ParallelMagics):
     ) -> Any:
         """Run the cell on every rank. An interrupt ends the ranks, so there is nothing to signal to them."""
         self.ranks.check_running()
-        targets = self.view.targets
-        result = self.last_result = self.view.execute(cell, silent=False, block=False)
+        targets = self._targets()
+        result = self.last_result = self.view.execute(cell, silent=False, targets=targets, block=False)
         if save_name:
             self.shell.user_ns[save_name] = result
         if not (self.view.block if block is None else block):
@@ -41,10 +41,21 @@ class RankMagics(ParallelMagics):
         stream = self.stream_output if stream_output is None else stream_output
         after = self.progress_after_seconds if progress_after is None else progress_after
         try:
-            engines = [targets] if isinstance(targets, int) else list(targets)
+            engines = [targets] if isinstance(targets, int) else targets
             self.ranks.finish(result, "%%px", engines=engines, show=stream, progress_after=after)
         finally:
             if not stream and result.done():
                 result.wait_for_output(1)
                 result.display_outputs(groupby)
         return None
+
+    def _targets(self) -> int | list[int]:
+        """What `--targets` names, if all of it is ranks; "all" does not mean other engines that a profile may have."""
+        known, targets = list(self.ranks.view.targets), self.view.targets
+        if targets == "all":
+            return known
+        asked = [targets] if isinstance(targets, int) else list(targets)
+        if not asked or not set(asked) <= set(known):
+            listed = ", ".join(map(str, known))
+            raise ValueError(f"--targets: expected ranks, which are {listed}, got {targets!r}. Nothing was executed.")
+        return targets if isinstance(targets, int) else asked

@@ -5,11 +5,13 @@ is well after a timeout or a dead kernel, and an error inside a widget never sur
 """
 
 import contextlib
+import getpass
 import json
 import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -141,6 +143,9 @@ def run_notebook(
 ) -> RunResult:
     """Execute a notebook in a process of its own and wait for it.
 
+    What it puts into the directory for temporary files is removed with it, whatever way it ends: `TMPDIR` is one of the
+    run's own.
+
     Args:
         info: from `inspect_notebook`.
         parameters: by name. `output_dir` is set by the runner, to `folder`.
@@ -187,9 +192,17 @@ def run_notebook(
         try:
             _clear(info, folder)
             _write(record)
-            outcome = _run_job(
-                job, folder / LOG_FILE, started + timeout, on_progress or (lambda done, total: None), stop, environment
-            )
+            # A kernel that is killed clears nothing up. A short name: the paths of sockets are limited to 108 bytes.
+            with tempfile.TemporaryDirectory(prefix="fsdp-ema-", ignore_cleanup_errors=True) as temporary:
+                job["temporary"] = temporary
+                outcome = _run_job(
+                    job,
+                    folder / LOG_FILE,
+                    started + timeout,
+                    on_progress or (lambda done, total: None),
+                    stop,
+                    {**_places(temporary), **(environment or {})},
+                )
             if outcome.status == "passed":
                 outcome = _with_hidden_errors(outcome, executed)
             if outcome.status == "timed out":
@@ -333,13 +346,24 @@ def _with_hidden_errors(outcome: _Outcome, executed: Path) -> _Outcome:
     return _Outcome("failed", error, kernel_host.ANSI.sub("", "\n".join(lines)))
 
 
+def _places(temporary: str) -> dict[str, str]:
+    """Variables that say where temporary files go."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    # Where torch.compile looks by itself: what one run compiled is there for the next, too.
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user}")
+    return {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+
 def _run_job(
     job: dict[str, Any],
     log: Path,
     deadline: float,
     on_progress: Progress,
     stop: Stop | None,
-    environment: Mapping[str, str] | None,
+    environment: Mapping[str, str],
 ) -> _Outcome:
     """Run one job; ends everything that it started, whatever happens."""
     mark = uuid.uuid4().hex
@@ -354,7 +378,7 @@ def _run_job(
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 pass_fds=(writer,),
-                env={**kernel_host.marked_environment(mark), **(environment or {})},
+                env={**kernel_host.marked_environment(mark), **environment},
                 # Ctrl-C in a terminal reaches this process alone, which then ends the run in order.
                 start_new_session=True,
             )

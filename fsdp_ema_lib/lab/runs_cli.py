@@ -21,6 +21,7 @@ from fsdp_ema_lib.lab.notebooks import (
     all_notebooks,
     find_notebook,
     inspect_notebook,
+    load_yaml,
     parse_assignment,
     ranks_assignment,
     repo_root,
@@ -116,7 +117,8 @@ def sweep(
     """Run a notebook for every combination of parameter values, each in a process and a folder of its own.
 
     The same command again runs only what is not finished: what failed, was interrupted or never started, and what was
-    run with other code in the notebook's cells or another library. `fsdp-ema report` shows the results on one page.
+    run with other code in the notebook's cells or another library. Code of your own that a notebook imports is not
+    looked at: --again after a change there. `fsdp-ema report` shows the results on one page.
     Exit status: 0 all passed, 1 one failed, 2 wrong usage, 130 interrupted.
 
     Example: fsdp-ema sweep 04 -p decay=0.9,0.99,0.999 -p seed=0:4 -p steps=300 -j 2
@@ -155,7 +157,14 @@ def _chosen(names: list[str] | None) -> list[Path]:
     if not names:
         return all_notebooks()
     # Twice the same notebook would write to the same folder.
-    return list(dict.fromkeys(find_notebook(name) for name in names))
+    chosen = list(dict.fromkeys(find_notebook(name) for name in names))
+    stems = [path.stem for path in chosen]
+    if twice := [str(path) for path in chosen if stems.count(path.stem) > 1]:
+        raise NotebookError(
+            f"notebooks of the same name would share a folder of results: {', '.join(twice)}. "
+            "Run them one by one with different --output, or rename all but one."
+        )
+    return chosen
 
 
 def _outputs(info: NotebookInfo, output: Path | None) -> Path:
@@ -169,7 +178,7 @@ def run_folder(info: NotebookInfo, output: Path | None) -> Path:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotebookError(f"-f {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

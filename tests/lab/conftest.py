@@ -1,5 +1,7 @@
 """Small notebooks, and the processes that running them must not leave behind."""
 
+import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,13 +51,17 @@ def make_notebook(tmp_path: Path) -> MakeNotebook:
 
 @pytest.fixture
 def no_orphans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail the test if a process that it started, however indirectly, is alive at its end."""
+    """Fail the test if a process that it started, however indirectly, or a temporary file of one is left at its end."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    yield
-    # A process that was killed with its parent is gone a moment after it, not at once.
-    _, alive = psutil.wait_procs(marked_processes(mark), timeout=10)
-    left = [" ".join(process.cmdline()) for process in alive]
-    for process in alive:
-        process.kill()
-    assert not left, f"left behind: {left}"
+    with tempfile.TemporaryDirectory() as temporary:  # not in tmp_path, too long a path for a socket
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield
+        # A process that was killed with its parent is gone a moment after it, not at once.
+        _, alive = psutil.wait_procs(marked_processes(mark), timeout=10)
+        left = [" ".join(process.cmdline()) for process in alive]
+        for process in alive:
+            process.kill()
+        assert not left, f"left behind: {left}"
+        assert os.listdir(temporary) == []

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,9 @@ def test_an_interrupt_keeps_finished_runs_and_leaves_no_kernel(checkout, no_orph
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     make_notebook(
-        f"import pathlib; pathlib.Path({str(fifo)!r}).write_text('here')", "while True: pass", name="02_second"
+        f"import pathlib, tempfile; tempfile.mkdtemp(); pathlib.Path({str(fifo)!r}).write_text('here')",
+        "while True: pass",
+        name="02_second",
     )
     runner = subprocess.Popen(
         [sys.executable, "-m", "fsdp_ema_lib.lab.cli", "run"],
@@ -88,15 +91,19 @@ def test_an_interrupt_keeps_finished_runs_and_leaves_no_kernel(checkout, no_orph
         (["run", "1", "-f", "missing.yml"], "-f missing.yml: No such file or directory"),
         (["run", "1", "-f", "list.yml"], "-f list.yml: expected a map of parameter names to values, found list"),
         (["run", "1", "-f", "broken.yml"], "-f broken.yml: not YAML"),
+        (["run", "1", "-f", "range.yml"], "steps: expected a whole number, like 4, found '1:4' (str); ranges of whole"),
+        (["run", "1", "copy/01_first.ipynb"], "share a folder of results: {root}/notebooks/01_first.ipynb, {root}"),
         (["run", "1", "--output", "list.yml"], "list.yml/01_first cannot be a folder"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_starts_nothing(checkout, no_orphans, arguments, error):
     (checkout / "list.yml").write_text("- 1\n")
     (checkout / "broken.yml").write_text("a: [")
+    (checkout / "range.yml").write_text("steps: 1:4")
+    shutil.copytree(checkout / "notebooks", checkout / "copy")
     outcome = invoke(*arguments)
     assert outcome.exit_code == 2
-    assert error in outcome.stderr
+    assert error.replace("{root}", str(checkout)) in outcome.stderr
     assert not (checkout / "outputs").exists()
     assert outcome.stdout == ""
 

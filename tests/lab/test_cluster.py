@@ -387,6 +387,16 @@ def test_in_a_kernel_cells_run_on_ranks_and_end_with_it(kernel, watched_kernel):
     shown, error = kernel.run("def two_more(a):\n    return a + own + 2\nr['own'], r.run(two_more, 1)")
     assert shown == f"({engines}, {[pid + 3 for pid in engines]})"
 
+    shown, error = kernel.run("%%px --targets all\ncalls = 1\nprint(f'all: {rank}')")
+    assert error is None and "all: 0" in shown and "all: 1" in shown, shown
+    shown, error = kernel.run("%%px --targets 1\nprint(f'one: {rank}')")
+    assert error is None and "one: 1" in shown and "one: 0" not in shown, shown
+    for targets in ("7", "[0,7]", "-1", "[]"):
+        shown, error = kernel.run(f"%%px --targets {targets}\ncalls = 2")
+        assert error == "ValueError" and f"--targets: expected ranks, which are 0, 1, got {targets[:2]}" in shown, shown
+    assert kernel.run("%pxconfig --targets 0\nr['calls']") == ("[1, 1]", None), "a refused cell ran, or not on all"
+    kernel.run("%pxconfig --targets all")
+
     shown, error = kernel.run("%%px\nif rank == 1:\n    1 / 0")
     assert error == "RankError"
     assert "%%px: rank 1 of 2 failed: ZeroDivisionError" in shown and "1 / 0" in re.sub(r"\x1b\[[0-9;]*m", "", shown)

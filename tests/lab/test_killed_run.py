@@ -1,4 +1,5 @@
 import signal
+import subprocess
 import sys
 import time
 
@@ -19,9 +20,9 @@ def one_server():
     """All tests of this file fork their ranks from one server, which takes seconds to start."""
     with pytest.MonkeyPatch.context() as patch:
         end = killed_run._end_server
-        patch.setattr(killed_run, "_end_server", lambda: None)
+        patch.setattr(killed_run, "_end_server", lambda with_tracker: None)
         yield end
-    end()
+    end(with_tracker=False)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +110,37 @@ def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
     assert alive == []
 
 
-def test_no_process_is_left(run, one_server):
+def test_no_server_is_left(run, one_server):
     assert [process.pid for process in servers()] != [], "the server of the tests above"
-    one_server()
+    one_server(with_tracker=False)
     assert servers() == []
+
+
+ALONE = """
+import sys
+from multiprocessing import resource_tracker
+import psutil
+from fsdp_ema_lib.lab.killed_run import run_with_kills
+from fsdp_ema_lib.lab.training import TrainingConfig
+
+if __name__ == "__main__":
+    for number in (1, 2):
+        run_with_kills(f"{sys.argv[1]}/{number}", TrainingConfig(steps=1, hidden=32, wrapper="none"), ranks=1)
+        print([child.cmdline() for child in psutil.Process().children(recursive=True)])
+        resource_tracker.ensure_running()
+"""
+
+
+def test_no_process_is_left_but_a_tracker_that_was_there_before(tmp_path):
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "program.py").write_text(ALONE)
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, beside_a_tracker = done.stdout.splitlines()
+    assert alone == "[]"
+    assert beside_a_tracker.count("resource_tracker") == 1 and "forkserver" not in beside_a_tracker
 
 
 def servers():

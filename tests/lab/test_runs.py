@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import nbformat
 import psutil
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import fsdp_ema_lib
 from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
 from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, Stop, hidden_errors, load_result, run_notebook
 
-# Deaf to everything but SIGKILL, as a kernel stuck in a library call is.
+# Deaf to everything but SIGKILL, as a kernel stuck in a library call is, so that it clears nothing up.
 DEAF = """\
-import signal
+import signal, tempfile
+tempfile.mkdtemp()
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 while True:
@@ -106,6 +109,21 @@ def test_what_goes_wrong_is_said_and_ended(make_notebook, tmp_path, no_orphans, 
     assert (error.split(": ")[-1] in result.traceback) == ("Error" in error or "did not run" in error), result.traceback
     assert "\x1b" not in result.traceback
     assert (folder / LOG_FILE).is_file()
+
+
+def test_what_torch_compiles_outlives_a_run_while_other_temporary_files_do_not(
+    make_notebook, tmp_path, no_orphans, monkeypatch
+):
+    """`no_orphans` sees to the latter."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    code = "import json, os, tempfile\ntempfile.mkdtemp()\nfrom torch._inductor.runtime import cache_dir_utils as c"
+    path = make_notebook(code, "print(json.dumps([tempfile.gettempdir(), c.cache_dir()]))")
+    result = run(path, tmp_path / "results")
+    assert result.passed, result.error
+    own, cache = json.loads(printed(tmp_path / "results" / path.name))
+    assert Path(own).parent == Path(tempfile.gettempdir())
+    assert cache == default_cache_dir()
+    os.rmdir(cache)
 
 
 def test_a_killed_runner_takes_the_kernel_with_it(make_notebook, tmp_path, no_orphans):
@@ -198,6 +216,37 @@ def test_a_run_in_another_thread_can_be_stopped(make_notebook, tmp_path, no_orph
         thread.join(timeout=30)
     assert [result.status for result in results] == ["interrupted"]
     assert load_result(tmp_path / "results").status == "interrupted"
+
+
+STUCK_RANKS = """\
+from fsdp_ema_lib.lab.cluster import ranks
+def stuck(fifo):
+    import signal
+    import torch.distributed as dist
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        open(fifo, "w").write("here")
+    while True:
+        signal.pause()
+ranks(2, device="cpu").run(stuck, "{fifo}")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_with_stuck_ranks_leaves_nothing(make_notebook, tmp_path, no_orphans, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # that may stay
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path, results = make_notebook(STUCK_RANKS.format(fifo=fifo)), []
+    with Stop() as stop:
+        thread = threading.Thread(target=lambda: results.append(run(path, tmp_path / "results", stop=stop)))
+        thread.start()
+        assert fifo.read_text() == "here"
+        stop.set()
+        thread.join(timeout=30)
+    assert [result.status for result in results] == ["interrupted"]
 
 
 def test_a_full_disk_is_said_in_a_line(make_notebook, tmp_path, no_orphans):
