@@ -1,6 +1,7 @@
 """A directory of checkpoints: which are whole, which is the newest, which may go."""
 
 import logging
+import re
 import threading
 import uuid
 import warnings
@@ -27,6 +28,8 @@ from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 log = logging.getLogger(__name__)
 # What a load of a damaged checkpoint raises on the rank that finds it, and on the others.
 _DAMAGE = (DamagedCheckpointError, UnsafeCheckpointError, OSError, RuntimeError, EOFError)
+# A whole checkpoint of a branch that training went back from; ours to remove, like a retired one.
+_ABANDONED = re.compile(r"step_([0-9]{8,})\.abandoned-[0-9a-f]{32}")
 
 
 class CheckpointManager:
@@ -41,7 +44,8 @@ class CheckpointManager:
 
     Args:
         directory: made if it is missing; on a file system that all ranks see.
-        keep: whole checkpoints to keep, the newest ones; None keeps all. Nothing but checkpoints is ever removed.
+        keep: whole checkpoints to keep, the newest ones and the one just saved; None keeps all. Nothing but
+            checkpoints is ever removed.
         async_save: `save` returns once the state is copied, and a thread writes the copy. An error in it is raised by
             the next call of `save`, `load`, `wait` or `close`, or at exit.
         checksums: store a checksum of every file (sizes are always stored).
@@ -84,6 +88,7 @@ class CheckpointManager:
         self._closed = False
         self._lock: DirectoryLock | None = None
         self._damaged: set[int] = set()  # found by a load; their sizes may be right
+        self._loaded: int | None = None  # where training goes on from, until it saves
         self._buffers: dict[str, Tensor] = {}
         self._background = _Background()
         self._removals: list[threading.Thread] = []
@@ -111,7 +116,9 @@ class CheckpointManager:
         return sorted(
             step
             for step, path in found
-            if step is not None and not path.is_symlink() and (path / storage.MANIFEST).exists()
+            # A name that a person wrote may have the digits of a step and yet not be the step's name.
+            if step is not None and path == self.path_of(step)
+            if not path.is_symlink() and (path / storage.MANIFEST).exists()
         )
 
     def latest(self) -> int | None:
@@ -154,6 +161,9 @@ class CheckpointManager:
     ) -> Path:
         """Save everything that training needs to go on bit for bit. Collective; arguments as for `save_checkpoint`.
 
+        Where training went on from an older checkpoint than the newest, the first save that those newer ones would
+        outlive sets them aside: they become `step_....abandoned-...`, with a warning that names them.
+
         Returns:
             The checkpoint's directory; with `async_save` it appears later.
 
@@ -188,48 +198,84 @@ class CheckpointManager:
         manifest = checkpoint.describe(contents, step, extra, self._group)
         if self.async_save:
             contents = Contents(checkpoint_entries.staged(contents.entries, self._buffers), contents.described)
+        self._loaded = None
         write = partial(checkpoint.write, path, unpublished, contents, manifest, self._group, self.checksums)
         if self.async_save:
-            self._background.start(step, partial(self._write, write))
+            self._background.start(step, partial(self._write, step, write))
         else:
-            self._write(write)
+            self._write(step, write)
         return path
 
     def wait(self) -> None:
         """Wait for the asynchronous save, if there is one; raises what it raised."""
         self._background.wait()
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, step: int, write: Callable[[], None]) -> None:
         write()
         if self._rank() == 0:
-            self._retire()
+            self._retire(step)
 
     def _prepare(self, step: int) -> None:
-        """Clear what killed saves left, and a damaged checkpoint of this very step."""
+        """Clear the way: what killed saves left, what training went back from, a damaged checkpoint of this step."""
         self._await_removals()
         for path in self.directory.iterdir():
             if storage.step_of(path.name.partition(".")[0]) is not None and storage.is_leftover(path.name):
                 log.info("removing %s, which a save or a removal that was killed left", path)
                 storage.discard(path)
+        self._set_aside_abandoned(step)
         path = self.path_of(step)
         if step in self.steps():
             try:
                 self.verify(step)
             except (DamagedCheckpointError, UnsafeCheckpointError) as problem:
-                warnings.warn(f"replacing the damaged checkpoint of step {step}: {problem}", stacklevel=4)
+                warnings.warn(f"replacing the damaged checkpoint of step {step}: {problem}", stacklevel=3)
                 storage.discard(path)
                 self._damaged.discard(step)
         storage.refuse_existing(path)
 
-    def _retire(self) -> None:
-        """Remove all but the newest `keep` sound checkpoints."""
+    def _set_aside_abandoned(self, step: int) -> None:
+        """Take their names from the checkpoints that training has gone back from, if they would outlive this save.
+
+        Otherwise `latest` would lead back to them, and they would stand in the way of the same step.
+        """
+        steps = self.steps()
+        if self._loaded is None:
+            if steps and step < steps[-1]:
+                warnings.warn(
+                    f"{self.directory}: saving step {step} without a load before, while the newest checkpoint is that "
+                    f"of step {steps[-1]}, from which a load will go on. Start anew in another directory.",
+                    stacklevel=4,
+                )
+            return
+        if not self._loaded < step <= steps[-1]:
+            return
+        abandoned = {old: _abandoned_name(self.path_of(old)) for old in steps if old > self._loaded}
+        told = ", ".join(f"{old} (now {path.name})" for old, path in abandoned.items())
+        warnings.warn(
+            f"{self.directory}: training went on from step {self._loaded} and saves step {step}, so that the newer "
+            f"checkpoints are set aside: {told}. Their names can be given back by hand, until "
+            f"{'retention removes them' if self.keep else 'somebody removes them'}.",
+            stacklevel=4,
+        )
+        for old, path in abandoned.items():
+            self.path_of(old).rename(path)
+            self._damaged.discard(old)
+        storage.sync(self.directory)
+
+    def _retire(self, saved: int) -> None:
+        """Remove what is older than the newest `keep` sound checkpoints, but never the one just saved."""
         if self.keep is None:
             return
         sound = [step for step in self.steps() if step not in self._damaged and self._has_its_sizes(step)]
-        for step in self.steps():
-            if len(sound) > self.keep and step < sound[-self.keep]:
+        if len(sound) <= self.keep:
+            return
+        held = [(step, self.path_of(step)) for step in self.steps() if step != saved]
+        aside = ((_ABANDONED.fullmatch(path.name), path) for path in self.directory.iterdir() if not path.is_symlink())
+        held += [(int(found[1]), path) for found, path in aside if found]
+        for step, path in held:
+            if step < sound[-self.keep]:
                 # It has lost its name at once; to free what it held can take as long as a save.
-                gone = storage.set_aside(self.path_of(step))
+                gone = storage.set_aside(path)
                 self._removals.append(threading.Thread(target=storage.discard, args=(gone,), name=f"removal of {gone}"))
                 self._removals[-1].start()
 
@@ -299,7 +345,9 @@ class CheckpointManager:
                 self._fall_back(fall_back, steps[number:], problem)
                 continue
             log.info("loading step %d from %s", candidate, opened.path)
-            return checkpoint.finish(opened, restore, self._group)
+            found = checkpoint.finish(opened, restore, self._group)
+            self._loaded = candidate
+            return found
         raise AssertionError("the oldest candidate is loaded, or raises")
 
     def _fall_back(self, allowed: bool, steps: Sequence[int], problem: Exception) -> None:
@@ -393,6 +441,10 @@ class _Background:
     def report(self) -> None:
         """Raise at exit, or when the manager goes, what nobody has asked for."""
         self.wait()
+
+
+def _abandoned_name(path: Path) -> Path:
+    return path.parent / f"{path.name}.abandoned-{uuid.uuid4().hex}"
 
 
 def _check_step(step: Any) -> None:

@@ -93,6 +93,7 @@ def test_a_damaged_newest_is_named_or_passed_over_loudly_and_replaced(tmp_path):
         texts = [str(w.message) for w in seen]
         assert "the checkpoint of step 3 is damaged, going back to step 2" in texts[0] and "__0_0.distcp" in texts[0]
         assert "the checkpoint of step 2 is damaged, going back to step 1" in texts[1] and "manifest.json" in texts[1]
+    with CheckpointManager(tmp_path) as checkpoints:
         with pytest.warns(UserWarning, match="replacing the damaged checkpoint of step 3"):
             checkpoints.save(3, model=model, extra={"at": "again"})
         assert checkpoints.load(model=model, verify=True)["extra"] == {"at": "again"}
@@ -109,7 +110,7 @@ def test_retention_counts_sound_checkpoints_alone(tmp_path):
         assert checkpoints.steps() == [3, 4]
 
 
-def test_retention_does_not_count_what_a_load_found_damaged(tmp_path):
+def test_what_a_load_found_damaged_drives_out_nothing_and_is_set_aside(tmp_path):
     """A flipped bit leaves the size right: counted, the damaged one would drive out all that is sound."""
     model = small_model()
     with CheckpointManager(tmp_path, keep=1) as checkpoints:
@@ -121,13 +122,91 @@ def test_retention_does_not_count_what_a_load_found_damaged(tmp_path):
     with CheckpointManager(tmp_path, keep=1) as checkpoints:
         with pytest.warns(UserWarning, match="step 10 is damaged, going back to step 5"):
             checkpoints.load(model=model, verify=True, fall_back=True)
-        checkpoints.save(7, model=model)
-        assert checkpoints.steps() == [7, 10]
-        checkpoints.verify(7)
-        with pytest.warns(UserWarning, match="replacing the damaged checkpoint of step 10"):
-            checkpoints.save(10, model=model)
+        with pytest.warns(UserWarning, match=r"set aside: 10 \(now step_00000010.abandoned-"):
+            checkpoints.save(7, model=model)
+        assert checkpoints.steps() == [7]
+        checkpoints.save(10, model=model)
         assert checkpoints.steps() == [10]
         checkpoints.verify(10)
+
+
+def test_damaged_checkpoints_that_nothing_could_be_loaded_from_do_not_count(tmp_path):
+    model = small_model()
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(10, model=model)
+        flip_a_bit(tmp_path / "step_00000010" / "__0_0.distcp")
+        shutil.copytree(tmp_path / "step_00000010", tmp_path / "step_00000005")
+        with pytest.warns(UserWarning, match="step 10 is damaged"), pytest.raises(DamagedCheckpointError):
+            checkpoints.load(model=model, verify=True, fall_back=True)
+        with pytest.warns(UserWarning, match="saving step 1 without a load before, while the newest .* of step 10"):
+            checkpoints.save(1, model=model)
+        checkpoints.load(1, model=model, verify=True)
+
+
+def with_steps(folder, *steps):
+    model = small_model()
+    with CheckpointManager(folder, keep=None) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, model=model, extra={"branch": "first"})
+    return model
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path, asynchronous):
+    model = with_steps(tmp_path, 10, 20, 30)
+    with CheckpointManager(tmp_path, keep=2, async_save=asynchronous) as checkpoints:
+        checkpoints.load(10, model=model)
+        with pytest.warns(UserWarning, match=r"went on from step 10 and saves step 12.* aside: 20 .*, 30 ") as seen:
+            path = checkpoints.save(12, model=model, extra={"branch": "second"})
+        checkpoints.wait()
+        assert len(seen) == 1 and path.is_dir() and checkpoints.steps() == [10, 12]
+        assert checkpoints.load(model=model) == {"step": 12, "extra": {"branch": "second"}}
+        abandoned = {path.name.partition("-")[0]: path for path in tmp_path.glob("*.abandoned-*")}
+        assert set(abandoned) == {"step_00000020.abandoned", "step_00000030.abandoned"}
+        assert checkpoint.load_checkpoint(abandoned["step_00000030.abandoned"], model=model)["step"] == 30
+        for step, left in ((20, 2), (30, 2), (40, 1), (50, 0)):  # each goes once there are two of later steps
+            checkpoints.save(step, model=model)
+            checkpoints.wait()
+            assert len(list(tmp_path.glob("*.abandoned-????????????????????????????????"))) == left, f"after {step}"
+        assert checkpoints.steps() == [40, 50]
+    assert names(tmp_path) == ["step_00000040", "step_00000050"]
+
+
+def test_a_branch_that_comes_to_a_step_of_the_old_one_saves_it(tmp_path):
+    model = with_steps(tmp_path, 10, 20, 30)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.load(10, model=model)
+        with pytest.warns(UserWarning, match="set aside: 20 .*, 30 "):
+            checkpoints.save(20, model=model, extra={"branch": "second"})
+        assert checkpoints.load(model=model) == {"step": 20, "extra": {"branch": "second"}}
+
+
+def test_a_look_at_an_older_step_sets_nothing_aside(tmp_path):
+    model = with_steps(tmp_path, 10, 20, 30)
+    with CheckpointManager(tmp_path, keep=None) as checkpoints, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints.load(10, model=model)
+        checkpoints.save(40, model=model)
+        assert checkpoints.steps() == [10, 20, 30, 40]
+
+
+def test_the_checkpoint_just_saved_is_never_retired(tmp_path):
+    model = with_steps(tmp_path, 20, 30)
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        with pytest.warns(UserWarning, match="saving step 12 without a load before, while the newest .* of step 30"):
+            path = checkpoints.save(12, model=model)
+        assert path.is_dir() and checkpoints.steps() == [12, 30]
+
+
+def test_a_name_that_is_almost_a_steps_is_a_strangers(tmp_path):
+    model = with_steps(tmp_path, 20)
+    for name in ("step_000000020", "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661"):
+        shutil.copytree(tmp_path / "step_00000020", tmp_path / name)
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.steps() == [20]
+        checkpoints.save(30, model=model)
+        assert checkpoints.steps() == [30]
+    assert len(names(tmp_path)) == 3
 
 
 def test_files_are_private_and_of_the_stricter_umask(tmp_path):
