@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -27,6 +27,7 @@ from fsdp_ema_lib import checkpoint_state, full_state, storage
 from fsdp_ema_lib.agreement import raise_together
 from fsdp_ema_lib.checkpoint_entries import Contents, Restore, plain_json
 from fsdp_ema_lib.checkpoint_state import Averages, Model, Parts, Stateful, by_name
+from fsdp_ema_lib.ema_state import local_of
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.safe_reading import (
     ENTRIES,
@@ -83,18 +84,15 @@ def save_checkpoint(
         {'step': 7, 'extra': {'run': 'a'}}
     """
     path = Path(path)
-    error: Exception | None = None
     contents = Contents()
     parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
-    try:
+    with together(None):
+        check_step(step)
         parts.emas = by_name(ema)
         if rank_of(None) == 0:
             storage.refuse_existing(path)
         contents = collect(parts)
         extra = plain_json(dict(extra or {}), "extra")
-    except (OSError, TypeError, ValueError, RuntimeError) as problem:
-        error = problem
-    raise_together(error)
     write(path, from_zero(storage.unpublished_name(path), None), contents, describe(contents, step, extra, None), None)
 
 
@@ -132,13 +130,9 @@ def load_checkpoint(
         DamagedCheckpointError (a ValueError): a file is not what was saved, named.
         UnsafeCheckpointError: the checkpoint would run code or reaches out of its directory. All on every rank.
     """
-    error: Exception | None = None
     parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
-    try:
+    with together(None):
         parts.emas = by_name(ema)
-    except (TypeError, ValueError) as problem:
-        error = problem
-    raise_together(error)
     opened = open_checkpoint(Path(path), None, verify)
     restore = match(opened, parts, allow_missing, allow_unexpected, None)
     fill(opened, restore, None)
@@ -162,13 +156,21 @@ def fsdp_state_dict(module: Model) -> dict[str, Any]:
         ['bias', 'weight']
     """
     layout: Layout | None = None
-    with _together(None):
+    with together(None):
         layout = Layout(module)
     assert layout is not None
     return full_state.collect(layout, layout.live(), None)
 
 
 # ---------------------------------------------------------------- saving
+
+
+def check_step(step: Any) -> None:
+    """Raise TypeError or ValueError for what is no number of steps."""
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be a whole number of optimizer steps, got {step!r}")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
 
 
 def collect(parts: Parts) -> Contents:
@@ -181,12 +183,20 @@ def collect(parts: Parts) -> Contents:
     for name, value in contents.entries.items():
         if not isinstance(value, Tensor):
             refuse_unreadable_object(value, name)
+        elif type(local := local_of(value)) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{name} cannot be saved, because no load would accept it: its values are a {type(local).__name__}, a "
+                f"plain tensor was expected"
+            )
     return contents
 
 
 def describe(contents: Contents, step: int, extra: Mapping[str, Any] | None, group: Group) -> dict[str, Any]:
     """Settle what all ranks have, and return the manifest but for the files. Collective over the group."""
-    contents.settle_buffers(gathered(contents.digests(), group), rank_of(group))
+    digests: dict[str, int] = {}
+    with together(group):
+        digests = contents.digests()
+    contents.settle_buffers(gathered(digests, group), rank_of(group))
     described = gathered(contents.described, group)
     return {
         "step": step,
@@ -214,12 +224,12 @@ def write(
     """
     rank = rank_of(group)
     with _removed_after_error(unpublished, rank):
-        with _together(group):
+        with together(group):
             if rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 storage.make_private(unpublished)
         files: dict[str, Any] = {}
-        with _together(group):
+        with together(group):
             writer = _PrivateWriter(unpublished, checksums)
             with _quiet_without_a_group():
                 save(
@@ -232,7 +242,7 @@ def write(
             mine += [unpublished / METADATA] * (rank == 0)
             files = storage.seal(mine, writer.sums if checksums else None)
         everyone = gathered(files, group)
-        with _together(group):
+        with together(group):
             if rank == 0:
                 listed = {name: facts for files in everyone for name, facts in files.items()}
                 storage.publish(unpublished, path, {**manifest, "files": listed})
@@ -249,8 +259,8 @@ def _removed_after_error(unpublished: Path, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _together(group: Group) -> Iterator[None]:
-    """One verdict at the end of the block for all ranks of the group."""
+def together(group: Group) -> Iterator[None]:
+    """One verdict at the end of the block for all ranks of the group, whatever any of them raised in it."""
     error: Exception | None = None
     try:
         yield
@@ -376,12 +386,12 @@ def open_checkpoint(path: Path, group: Group, verify: bool) -> Opened:
         FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError: as `load_checkpoint`.
     """
     opened: Opened | None = None
-    with _together(group):
+    with together(group):
         manifest = storage.read_manifest(path)
         storage.check_sizes(path, manifest)
         if verify:
             storage.check_sums(path, manifest, sorted(manifest["files"])[rank_of(group) :: world_of(group)])
-    with _together(group):
+    with together(group):
         opened = Opened(path, manifest, read_metadata(path))
     assert opened is not None
     return opened
@@ -396,13 +406,15 @@ def match(
         ValueError: with all of them.
     """
     restore: Restore | None = None
-    with _together(group):
+    unexpected_here: list[str] = []
+    with together(group):
         restore = checkpoint_state.prepare(parts, opened.metadata, opened.manifest, allow_missing, allow_unexpected)
+        unexpected_here = list(restore.unexpected(checkpoint_state.sections(parts)))
     assert restore is not None
     # Ranks may hold different parts of a model: unexpected is what none of them expects.
-    unexpected = gathered(list(restore.unexpected(checkpoint_state.sections(parts))), group)
+    unexpected = gathered(unexpected_here, group)
     by_none = [line for line in unexpected[0] if all(line in lines for lines in unexpected)]
-    with _together(group):
+    with together(group):
         if lines := restore.faults + by_none:
             raise ValueError(
                 "\n".join(
@@ -423,21 +435,21 @@ def fill(opened: Opened, restore: Restore, group: Group) -> None:
     Raises:
         OSError, DamagedCheckpointError, UnsafeCheckpointError: from reading, on every rank.
     """
-    with _together(group), _quiet_without_a_group():
+    with together(group), _quiet_without_a_group():
         load(
             {ENTRIES: restore.entries},
             storage_reader=SafeReader(opened.path, opened.metadata),
             planner=SafeLoadPlanner(),
             process_group=group,
         )
-    with _together(group):
+    with together(group):
         for check in restore.checks:
             check()
 
 
 def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
     """Put everything back. Every rank must call; nothing is read any more."""
-    with _together(group):
+    with together(group):
         for step in restore.steps:
             step()
     for note in restore.notes:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ema_lib import checkpoint, checkpoint_entries, storage
-from fsdp_ema_lib.agreement import raise_together
 from fsdp_ema_lib.checkpoint_entries import Contents, plain_json
 from fsdp_ema_lib.checkpoint_state import Averages, Model, Parts, Stateful, by_name
 from fsdp_ema_lib.directory_lock import DirectoryLock
@@ -97,14 +96,10 @@ class CheckpointManager:
         shared = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=write_timeout) if shared else None
         self._meeting = Meeting(checkpoint.from_zero(uuid.uuid4().hex, self._group), enter_timeout)
-        error: Exception | None = None
-        try:
+        with checkpoint.together(self._group):
             if not read_only and self._rank() == 0:
                 self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = DirectoryLock(self.directory)
-        except (OSError, RuntimeError, UnsafeCheckpointError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
 
     # ------------------------------------------------------------ what there is
 
@@ -177,27 +172,24 @@ class CheckpointManager:
         self._refuse_unless_open("save")
         self.wait()
         self._meeting.enter(f"save(step={step})", self._rank(), self._world())
-        error: Exception | None = None
         contents = Contents()
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
-        try:
-            _check_step(step)
+        with checkpoint.together(self._group):
+            checkpoint.check_step(step)
             parts.emas = by_name(ema)
             contents = checkpoint.collect(parts)
             extra = plain_json(dict(extra or {}), "extra")
             if self._rank() == 0:
                 self._prepare(step)
-        except (OSError, TypeError, ValueError, RuntimeError, UnsafeCheckpointError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
         path = self.path_of(step)
         unpublished, first = checkpoint.from_zero((storage.unpublished_name(path), step), self._group)
-        if first != step:
-            error = ValueError(f"step is {step} on rank {self._rank()} and {first} on rank 0")
-        raise_together(error, (self._group,))
+        with checkpoint.together(self._group):
+            if first != step:
+                raise ValueError(f"step is {step} on rank {self._rank()} and {first} on rank 0")
         manifest = checkpoint.describe(contents, step, extra, self._group)
         if self.async_save:
-            contents = Contents(checkpoint_entries.staged(contents.entries, self._buffers), contents.described)
+            with checkpoint.together(self._group):
+                contents = Contents(checkpoint_entries.staged(contents.entries, self._buffers), contents.described)
         self._loaded = None
         write = partial(checkpoint.write, path, unpublished, contents, manifest, self._group, self.checksums)
         if self.async_save:
@@ -212,8 +204,9 @@ class CheckpointManager:
 
     def _write(self, step: int, write: Callable[[], None]) -> None:
         write()
-        if self._rank() == 0:
-            self._retire(step)
+        with checkpoint.together(self._group):
+            if self._rank() == 0:
+                self._retire(step)
 
     def _prepare(self, step: int) -> None:
         """Clear the way: what killed saves left, what training went back from, a damaged checkpoint of this step."""
@@ -275,7 +268,10 @@ class CheckpointManager:
         for step, path in held:
             if step < sound[-self.keep]:
                 # It has lost its name at once; to free what it held can take as long as a save.
-                gone = storage.set_aside(path)
+                try:
+                    gone = storage.set_aside(path)
+                except OSError as problem:
+                    raise OSError(f"step {saved} is saved, but {path} could not be retired: {problem}") from problem
                 self._removals.append(threading.Thread(target=storage.discard, args=(gone,), name=f"removal of {gone}"))
                 self._removals[-1].start()
 
@@ -318,16 +314,12 @@ class CheckpointManager:
         if self._closed:
             raise RuntimeError(f"load: the manager of {self.directory} is closed")
         self.wait()
-        error: Exception | None = None
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
         steps: list[int] = []
-        try:
+        with checkpoint.together(self._group):
             parts.emas = by_name(ema)
             # What rank 0 sees counts: on a network file system others may see a new name later.
             steps = self._candidates(step) if self._rank() == 0 else []
-        except (OSError, TypeError, ValueError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
         steps = checkpoint.from_zero(steps, self._group)
         for number, candidate in enumerate(steps):
             try:
@@ -445,10 +437,3 @@ class _Background:
 
 def _abandoned_name(path: Path) -> Path:
     return path.parent / f"{path.name}.abandoned-{uuid.uuid4().hex}"
-
-
-def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be a whole number of optimizer steps, got {step!r}")
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")

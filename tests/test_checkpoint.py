@@ -352,6 +352,25 @@ def test_a_save_refuses_what_a_load_would_refuse(tmp_path, make, error, text):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_step_that_is_no_count_is_refused_before_anything_is_written(tmp_path, step, error):
+    with pytest.raises(error, match=f"step must be .*, got {step}"):
+        save_checkpoint(tmp_path / "a", model=small_model(), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Labelled(torch.Tensor):
+    """A tensor with a class of its own, which a load would have to import."""
+
+
+def test_a_tensor_of_another_class_is_refused_by_name(tmp_path):
+    model = small_model()
+    model.register_buffer("scale", torch.ones(2).as_subclass(Labelled))
+    with pytest.raises(TypeError, match="model.scale cannot be saved, .* its values are a Labelled, a plain tensor"):
+        save_checkpoint(tmp_path / "a", model=model)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Bad:
     def __init__(self, value):
         self.value = value

@@ -15,9 +15,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from trainings import Training, differences, small_model
 
-from fsdp_ema_lib import checkpoint, storage
+from fsdp_ema_lib import checkpoint, checkpoint_entries, checkpoint_manager, storage
 from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.directory_lock import LOCK_FILE
 from fsdp_ema_lib.ema import EMA_FSDP
@@ -495,3 +496,68 @@ def test_what_was_found_is_logged(tmp_path, caplog):
         checkpoints.save(4, model=model)
         checkpoints.load(model=model)
     assert f"loading step 4 from {tmp_path / 'step_00000004'}" in caplog.text
+
+
+# ---------------------------------------------------------------- errors of one rank
+
+
+def fails(*_, **__):
+    raise KeyError("of one rank")
+
+
+def worker_errors_of_one_rank(folder: str) -> list[str]:
+    """Whatever one rank alone meets on the way, all raise at once; the manager goes on."""
+    rank, model, texts = dist.get_rank(), nn.BatchNorm1d(3), []
+    managers = {
+        kind: CheckpointManager(folder, keep=1, async_save=kind == "async", write_timeout=timedelta(seconds=20))
+        for kind in ("sync", "async")
+    }
+    managers["sync"].save(0, model=model)  # for "retiring"
+    faults = {
+        "collecting": ("sync", 0, checkpoint_entries, "plain_json"),
+        "comparing buffers": ("sync", 1, checkpoint_entries, "_digest"),
+        "copying": ("async", 1, checkpoint_entries, "staged"),
+        "retiring": ("sync", 0, storage, "set_aside"),
+        "looking": ("sync", 0, CheckpointManager, "_candidates"),
+    }
+    for number, (what, (kind, failing, owner, name)) in enumerate(faults.items(), start=1):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(checkpoint_manager if name == "plain_json" else owner, name, fails)
+            try:
+                managers[kind].load(model=model) if what == "looking" else managers[kind].save(number, model=model)
+                texts.append(f"{what}: no error")
+            except KeyError as problem:
+                texts.append(f"{what}: {problem}")
+    try:
+        managers["sync"].save(8, model=model, scheduler=object())  # which rank 0 alone asks for its state
+    except AttributeError as problem:
+        texts.append(str(problem))
+    managers["sync"].save(9, model=model)
+    found = managers["sync"].load(model=model)["step"], managers["sync"].steps()
+    for manager in managers.values():
+        manager.close()
+    return [*texts, found]
+
+
+def test_whatever_one_rank_raises_reaches_all_and_none_waits(ranks, tmp_path):
+    for rank, (*texts, found) in enumerate(ranks(2, worker_errors_of_one_rank, folder=str(tmp_path), timeout=60)):
+        whats = ("collecting", "comparing buffers", "copying", "retiring", "looking")
+        assert len(texts) == 6, texts
+        for text, what in zip(texts, whats, strict=False):
+            assert text.startswith(f"{what}: ") and "of one rank" in text, f"rank {rank}: {text}"
+        assert "'object' object has no attribute 'state_dict'" in texts[5], f"rank {rank}"
+        assert found == (9, [9])
+
+
+def test_a_checkpoint_that_cannot_be_retired_is_said_to_be_saved(tmp_path, monkeypatch):
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    model = small_model()
+    with CheckpointManager(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, model=model)
+        monkeypatch.setattr(storage, "set_aside", busy)
+        with pytest.raises(OSError, match=r"step 2 is saved, but .*step_00000001 could not be retired: .*busy"):
+            checkpoints.save(2, model=model)
+        assert checkpoints.steps() == [1, 2]
