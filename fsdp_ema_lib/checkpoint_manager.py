@@ -48,7 +48,7 @@ class CheckpointManager:
         async_save: `save` returns once the state is copied, and a thread writes the copy. An error in it is raised by
             the next call of `save`, `load`, `wait` or `close`, or at exit.
         checksums: store a checksum of every file (sizes are always stored).
-        enter_timeout: how long a rank waits in `save` for the others to call it too.
+        enter_timeout: how long a rank waits in `save` and in `load` for the others to call it too.
         write_timeout: how long a rank waits for the others to write.
         read_only: loads only, beside a job that saves; takes no lock and changes nothing.
 
@@ -95,7 +95,9 @@ class CheckpointManager:
         # Of its own: what a thread writes must never meet what training sends, and a slow disk is no dead rank.
         shared = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=write_timeout) if shared else None
-        self._meeting = Meeting(checkpoint.from_zero(uuid.uuid4().hex, self._group), enter_timeout)
+        place = checkpoint.from_zero(uuid.uuid4().hex, self._group)
+        # Apart, so that a rank that saves never takes one that loads for its partner.
+        self._saving, self._loading = (Meeting(f"{place}/{what}", enter_timeout) for what in ("save", "load"))
         with checkpoint.together(self._group):
             if not read_only and self._rank() == 0:
                 self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,7 +173,7 @@ class CheckpointManager:
         """
         self._refuse_unless_open("save")
         self.wait()
-        self._meeting.enter(f"save(step={step})", self._rank(), self._world())
+        self._saving.enter(f"save(step={step})", self._rank(), self._world())
         contents = Contents()
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
         with checkpoint.together(self._group):
@@ -310,10 +312,14 @@ class CheckpointManager:
 
         Returns:
             `step` and `extra` as they were saved.
+
+        Raises:
+            TimeoutError: a rank did not call `load` in time, named. RuntimeError: the manager is closed.
         """
         if self._closed:
             raise RuntimeError(f"load: the manager of {self.directory} is closed")
         self.wait()
+        self._loading.enter(f"load(step={step!r})", self._rank(), self._world())
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
         steps: list[int] = []
         with checkpoint.together(self._group):

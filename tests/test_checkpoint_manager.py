@@ -461,6 +461,33 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout_and_all_can_go_on
         assert steps == [1, 3]
 
 
+def worker_skips(folder: str) -> list:
+    rank, model, told = dist.get_rank(), small_model(), []
+    checkpoints = CheckpointManager(folder, enter_timeout=timedelta(seconds=1))
+    calls = {"save": checkpoints.save, "load": lambda _, **kwargs: checkpoints.load(**kwargs)}
+    for step, (what, skipped) in enumerate(
+        [("save", False), ("save", True), ("save", False), ("load", True), ("load", False), ("load", False)]
+    ):
+        if not (skipped and rank == 1):
+            try:
+                calls[what](step, model=model)
+                told.append("passed")
+            except TimeoutError as problem:
+                told.append(str(problem).partition(" did not")[0])
+        dist.barrier()
+    steps = checkpoints.steps()
+    checkpoints.close()
+    return [told, steps]
+
+
+def test_a_rank_that_leaves_one_call_out_is_with_the_others_at_the_next(ranks, tmp_path):
+    first, second = ranks(2, worker_skips, folder=str(tmp_path))
+    named = "load(step='latest'): rank 1"
+    # The second load has the name of the one that failed, and could be late for it: that is said, once.
+    assert first == [["passed", "save(step=1): rank 1", "passed", named, named, "passed"], [0, 2]]
+    assert second == [["passed", "passed", named, "passed"], [0, 2]]
+
+
 def worker_disagree(folder: str) -> str:
     with CheckpointManager(folder) as checkpoints:
         try:
