@@ -1,5 +1,6 @@
 """The entries of a checkpoint: what is saved under which name, and what a load asks for."""
 
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,7 +167,7 @@ def over(view: Tensor, local: Tensor) -> Tensor:
 
 
 def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, Any]:
-    """Copies of all tensors on the CPU, in buffers that are used again: a save can write them while training goes on.
+    """Copies of everything, tensors on the CPU in buffers that are used again: a save writes while training goes on.
 
     Args:
         entries: as in `Contents`.
@@ -176,7 +177,7 @@ def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
     moved = False
     for name, value in entries.items():
         if not isinstance(value, Tensor):
-            copies[name] = json.loads(json.dumps(value)) if _is_json(value) else value
+            copies[name] = _as_saved(value)
             continue
         local = local_of(value)
         buffer = buffers.get(name)
@@ -191,11 +192,12 @@ def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
     return copies
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
+def _as_saved(value: Any) -> Any:
+    """A copy by way of the bytes that a save writes: whatever a load accepts can be copied so."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
 
 
 def plain_json(value: Any, where: str) -> Any:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -363,6 +364,48 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_waits(tmp_path, m
     other = small_model()
     CheckpointManager(tmp_path).load(1, model=other)
     assert torch.equal(other[0].weight, saved)
+
+
+class Sampled:
+    """A sampler whose state is handed out itself, not a copy, and is of every kind that can be saved."""
+
+    def __init__(self) -> None:
+        self.state = {
+            "drawn": {1, 2},
+            "order": torch.arange(3),
+            "by_rank": {0: [1]},
+            "counts": Counter(a=1),
+            "pair": ([1], 2),
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_an_asynchronous_save_holds_objects_as_they_were_at_the_call(tmp_path, monkeypatch):
+    let_go = threading.Event()
+    original = checkpoint.write
+
+    def slow(*args, **kwargs):
+        assert let_go.wait(30)
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    sampler, loaded = Sampled(), Sampled()
+    with CheckpointManager(tmp_path, async_save=True) as checkpoints:
+        checkpoints.save(1, model=small_model(), sampler=sampler)
+        sampler.state["drawn"].add(3)
+        sampler.state["order"].add_(1)
+        sampler.state["by_rank"][0].append(2)
+        sampler.state["counts"]["a"] += 1
+        sampler.state["pair"][0].append(2)
+        let_go.set()
+        checkpoints.load(sampler=loaded)
+    assert loaded.state.pop("order").tolist() == [0, 1, 2]
+    assert loaded.state == {"drawn": {1, 2}, "by_rank": {0: [1]}, "counts": Counter(a=1), "pair": ([1], 2)}
 
 
 @pytest.mark.parametrize("seen_by", ["save", "wait", "close", "load"])
