@@ -1,5 +1,6 @@
 """Model, optimizer, averages, counters and random states, saved and restored together in one directory."""
 
+import errno
 import importlib.metadata
 import io
 import sys
@@ -386,12 +387,12 @@ def open_checkpoint(path: Path, group: Group, verify: bool) -> Opened:
         FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError: as `load_checkpoint`.
     """
     opened: Opened | None = None
-    with together(group):
+    with together(group), _unreadable_is_damaged(path):
         manifest = storage.read_manifest(path)
         storage.check_sizes(path, manifest)
         if verify:
             storage.check_sums(path, manifest, sorted(manifest["files"])[rank_of(group) :: world_of(group)])
-    with together(group):
+    with together(group), _unreadable_is_damaged(path):
         opened = Opened(path, manifest, read_metadata(path))
     assert opened is not None
     return opened
@@ -435,7 +436,7 @@ def fill(opened: Opened, restore: Restore, group: Group) -> None:
     Raises:
         OSError, DamagedCheckpointError, UnsafeCheckpointError: from reading, on every rank.
     """
-    with together(group), _quiet_without_a_group():
+    with together(group), _unreadable_is_damaged(opened.path), _quiet_without_a_group():
         load(
             {ENTRIES: restore.entries},
             storage_reader=SafeReader(opened.path, opened.metadata),
@@ -455,6 +456,18 @@ def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
     for note in restore.notes:
         warnings.warn(note, stacklevel=3)
     return {"step": opened.manifest["step"], "extra": opened.manifest["extra"]}
+
+
+@contextmanager
+def _unreadable_is_damaged(path: Path) -> Iterator[None]:
+    """What a disk cannot give back is as lost as what it gives back changed; any other OSError is no damage."""
+    try:
+        yield
+    except (CheckpointException, OSError) as problem:
+        error = _translated(problem)
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            raise DamagedCheckpointError(f"{path}: the disk cannot read it back ({error})") from problem
+        raise
 
 
 # ---------------------------------------------------------------- small helpers
@@ -479,9 +492,13 @@ def _translated(problem: BaseException) -> Exception:
     causes = {rank: failure[0] for rank, failure in problem.failures.items()}
     first = next(iter(causes.values()))
     text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-    for kind in (UnsafeCheckpointError, DamagedCheckpointError, OSError):
+    for kind in (UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError):
         if isinstance(first, kind):
             return kind(text)
+    if isinstance(first, OSError):
+        error = OSError(text)
+        error.errno = first.errno
+        return error
     return RuntimeError(f"the checkpoint could not be written or read: {text}")
 
 

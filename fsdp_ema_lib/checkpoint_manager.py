@@ -25,8 +25,9 @@ from fsdp_ema_lib.meeting import Meeting
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 log = logging.getLogger(__name__)
-# What a load of a damaged checkpoint raises on the rank that finds it, and on the others.
-_DAMAGE = (DamagedCheckpointError, UnsafeCheckpointError, OSError, RuntimeError, EOFError)
+# What a load of a damaged checkpoint raises, on every rank. Too many open files, no permission, no memory or a lost
+# rank say nothing about the checkpoint, and would be met again at the older ones.
+_DAMAGE = (DamagedCheckpointError, UnsafeCheckpointError, FileNotFoundError)
 # A whole checkpoint of a branch that training went back from; ours to remove, like a retired one.
 _ABANDONED = re.compile(r"step_([0-9]{8,})\.abandoned-[0-9a-f]{32}")
 

@@ -1,5 +1,6 @@
 """Real faults: processes killed while they save, full and read-only disks, files that are not what they were."""
 
+import errno
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from trainings import Training, differences, small_model
 
-from fsdp_ema_lib import offline, storage
+from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.directory_lock import LOCK_FILE
 from fsdp_ema_lib.ema import EMA_FSDP
@@ -348,6 +350,42 @@ def test_a_mismatch_is_no_damage_and_does_not_fall_back(two):
     with pytest.raises(ValueError, match="step_00000002 does not fit") as caught:
         two.load(model=nn.Linear(2, 2), fall_back=True)
     assert not isinstance(caught.value, DamagedCheckpointError | UnsafeCheckpointError)
+
+
+def worker_reading_fails(folder: str, number: int, places: list[str]) -> list[str]:
+    """What a load with fall_back says where one rank cannot open what it needs of step 2."""
+    texts = []
+    for place in places:
+        with CheckpointManager(folder, read_only=True) as checkpoints, pytest.MonkeyPatch.context() as patch:
+            open_inside = safe_reading.open_inside
+
+            def failing(directory, name, place=place, open_inside=open_inside):
+                if name.endswith(place) and directory.name == "step_00000002":
+                    raise OSError(number, os.strerror(number), str(directory / name))
+                return open_inside(directory, name)
+
+            if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+                patch.setattr(safe_reading, "open_inside", failing)
+                patch.setattr(storage, "open_inside", failing)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    texts.append(f"loaded {checkpoints.load(model=small_model(), fall_back=True)['step']}")
+                except OSError as problem:
+                    texts.append(str(problem))
+    return texts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_only_what_the_disk_cannot_read_is_damage(two, tmp_path, ranks, number, world_size):
+    for texts in ranks(world_size, worker_reading_fails, folder=str(tmp_path), number=number, places=list(FILES)):
+        assert len(texts) == 3
+        for name, text in zip(FILES, texts, strict=True):
+            if number == errno.EIO:
+                assert text == "loaded 1", name
+            else:
+                assert os.strerror(number) in text, name
 
 
 # ---------------------------------------------------------------- torchrun
