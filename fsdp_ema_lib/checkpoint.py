@@ -127,7 +127,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no whole checkpoint at `path`.
-        ValueError: entries missing, unexpected, of another shape or dtype: all in one error, nothing changed.
+        ValueError: entries missing, unexpected, of another shape, dtype or class: all in one error, nothing changed.
+            Or a scheduler or sampler that did not take its state, when only it may have changed.
         DamagedCheckpointError (a ValueError): a file is not what was saved, named.
         UnsafeCheckpointError: the checkpoint would run code or reaches out of its directory. All on every rank.
     """
@@ -410,7 +411,7 @@ def match(
     unexpected_here: list[str] = []
     with together(group):
         restore = checkpoint_state.prepare(parts, opened.metadata, opened.manifest, allow_missing, allow_unexpected)
-        unexpected_here = list(restore.unexpected(checkpoint_state.sections(parts)))
+        unexpected_here = [*restore.unexpected(checkpoint_state.sections(parts)), *restore.strays]
     assert restore is not None
     # Ranks may hold different parts of a model: unexpected is what none of them expects.
     unexpected = gathered(unexpected_here, group)
@@ -449,7 +450,14 @@ def fill(opened: Opened, restore: Restore, group: Group) -> None:
 
 
 def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
-    """Put everything back. Every rank must call; nothing is read any more."""
+    """Put everything back. Every rank must call; nothing is read any more.
+
+    Raises:
+        ValueError: a scheduler or a sampler did not take its state; model, optimizer and averages are unchanged.
+    """
+    with together(group):
+        for take in restore.takers:
+            take()
     with together(group):
         for step in restore.steps:
             step()

@@ -130,6 +130,13 @@ def want(restore: Restore, layout: Layout, optimizer: torch.optim.Optimizer) -> 
         name, _, key = where.rpartition(".")
         values[name][key] = value
     groups = held_by(layout, optimizer)
+    here = {shard.name for held in groups for one in held for shard in one.shards}
+    saved_names = (name for group in described["groups"] for name in group["parameters"])
+    restore.strays += [
+        f"optimizer: {name}: in the checkpoint, but this optimizer does not hold it"
+        for name in saved_names
+        if name not in here and not restore.may_be_left(name)
+    ]
     for number, held in enumerate(groups):
         _want_settings(restore, described["groups"], optimizer, number, [s.name for one in held for s in one.shards])
         complete = {key for one in held for s in one.shards for key in (*keys[s.name], *values[s.name])}
