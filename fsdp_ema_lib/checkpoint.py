@@ -73,7 +73,8 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: `path` exists. TypeError: something that a load would refuse, named. RuntimeError: an average
-        is swapped into the model. OSError: from writing. On every rank, and nothing is left under `path`.
+        is swapped into the model. OSError: from writing. On every rank, and nothing is left under `path`; unless only
+        the last flush of all failed, that of its new name, when the whole checkpoint is there.
 
     Example:
         >>> import tempfile
@@ -222,13 +223,13 @@ def write(
     """Write one checkpoint under a name of its own, then publish it. Collective over the group, and over it alone.
 
     Raises:
-        OSError, RuntimeError: from writing, on every rank; what was written is removed.
+        OSError, RuntimeError: from writing, on every rank; what was written and not published is removed.
     """
     rank = rank_of(group)
     with _removed_after_error(unpublished, rank):
         with together(group):
             if rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(path.parent)
                 storage.make_private(unpublished)
         files: dict[str, Any] = {}
         with together(group):
@@ -248,6 +249,16 @@ def write(
             if rank == 0:
                 listed = {name: facts for files in everyone for name, facts in files.items()}
                 storage.publish(unpublished, path, {**manifest, "files": listed})
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Make a directory and its parents where they are missing, and flush each new name to disk."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    if not missing:
+        return
+    directory.mkdir(mode, parents=True, exist_ok=True)
+    for path in missing:
+        storage.sync(path.parent)
 
 
 @contextmanager

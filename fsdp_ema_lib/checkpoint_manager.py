@@ -101,7 +101,7 @@ class CheckpointManager:
         self._saving, self._loading = (Meeting(f"{place}/{what}", enter_timeout) for what in ("save", "load"))
         with checkpoint.together(self._group):
             if not read_only and self._rank() == 0:
-                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                checkpoint.make_directory(self.directory, 0o700)
                 self._lock = DirectoryLock(self.directory)
 
     # ------------------------------------------------------------ what there is
@@ -169,8 +169,9 @@ class CheckpointManager:
             FileExistsError: there is a sound checkpoint of this step (a damaged one is replaced).
             TimeoutError: a rank did not call `save` in time, named. TypeError: something that a load would refuse,
             named. RuntimeError: an average is swapped into the model; the manager is closed or read-only. OSError:
-            from writing. On every rank, and nothing is left of this save. Also what an asynchronous save before this
-            one raised; this one is then not begun.
+            from writing. On every rank, and nothing is left of this save; unless only what comes after the rename
+            failed (the flush of the new name, retention), when the whole checkpoint is there. Also what an asynchronous
+            save before this one raised; this one is then not begun.
         """
         self._refuse_unless_open("save")
         self.wait()

@@ -101,6 +101,38 @@ def test_a_damaged_newest_is_named_or_passed_over_loudly_and_replaced(tmp_path):
         assert checkpoints.load(model=model, verify=True)["extra"] == {"at": "again"}
 
 
+@pytest.mark.parametrize("by", ["manager", "function"])
+def test_each_directory_that_is_made_is_flushed_into_its_parent(tmp_path, monkeypatch, by):
+    flushed, sync = [], storage.sync
+    monkeypatch.setattr(storage, "sync", lambda path: (flushed.append(path), sync(path)))
+    if by == "manager":
+        CheckpointManager(tmp_path / "a" / "b" / "c").close()
+    else:
+        checkpoint.save_checkpoint(tmp_path / "a" / "b" / "c" / "first", model=small_model())
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(flushed)
+    assert tmp_path.parent not in flushed
+    flushed.clear()
+    CheckpointManager(tmp_path / "a" / "b" / "c").close()
+    assert flushed == []
+
+
+def test_where_only_the_last_flush_fails_the_checkpoint_is_whole(tmp_path, monkeypatch):
+    model, sync = small_model(), storage.sync
+
+    def failing(path):
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    with CheckpointManager(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "sync", failing)
+            with pytest.raises(OSError, match="Input/output error"):
+                checkpoints.save(1, model=model)
+        checkpoints.verify(1)
+        assert names(tmp_path) == ["step_00000001"]
+
+
 def test_retention_counts_sound_checkpoints_alone(tmp_path):
     model = small_model()
     with CheckpointManager(tmp_path, keep=2) as checkpoints:
