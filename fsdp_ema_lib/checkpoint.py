@@ -226,7 +226,7 @@ def write(
         OSError, RuntimeError: from writing, on every rank; what was written and not published is removed.
     """
     rank = rank_of(group)
-    with _removed_after_error(unpublished, rank):
+    with busy_with(unpublished), _removed_after_error(unpublished, rank):
         with together(group):
             if rank == 0:
                 make_directory(path.parent)
@@ -249,6 +249,24 @@ def write(
             if rank == 0:
                 listed = {name: facts for files in everyone for name, facts in files.items()}
                 storage.publish(unpublished, path, {**manifest, "files": listed})
+
+
+_busy: set[str] = set()
+
+
+@contextmanager
+def busy_with(path: Path) -> Iterator[None]:
+    """While this process writes or removes a directory, whose name is one of its kind, `is_busy` knows it."""
+    _busy.add(path.name)
+    try:
+        yield
+    finally:
+        _busy.discard(path.name)
+
+
+def is_busy(name: str) -> bool:
+    """Whether a directory of this name is no leftover, because another manager of this process is at it."""
+    return name in _busy
 
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:

@@ -216,6 +216,8 @@ class CheckpointManager:
         """Clear the way: what killed saves left, what training went back from, a damaged checkpoint of this step."""
         self._await_removals()
         for path in self.directory.iterdir():
+            if checkpoint.is_busy(path.name):
+                continue
             if storage.step_of(path.name.partition(".")[0]) is not None and storage.is_leftover(path.name):
                 log.info("removing %s, which a save or a removal that was killed left", path)
                 storage.discard(path)
@@ -276,7 +278,7 @@ class CheckpointManager:
                     gone = storage.set_aside(path)
                 except OSError as problem:
                     raise OSError(f"step {saved} is saved, but {path} could not be retired: {problem}") from problem
-                self._removals.append(threading.Thread(target=storage.discard, args=(gone,), name=f"removal of {gone}"))
+                self._removals.append(threading.Thread(target=_remove, args=(gone,), name=f"removal of {gone}"))
                 self._removals[-1].start()
 
     def _await_removals(self) -> None:
@@ -441,6 +443,11 @@ class _Background:
     def report(self) -> None:
         """Raise at exit, or when the manager goes, what nobody has asked for."""
         self.wait()
+
+
+def _remove(gone: Path) -> None:
+    with checkpoint.busy_with(gone):
+        storage.discard(gone)
 
 
 def _abandoned_name(path: Path) -> Path:

@@ -398,6 +398,28 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_waits(tmp_path, m
     assert torch.equal(other[0].weight, saved)
 
 
+def test_two_managers_of_one_directory_leave_each_others_saves_alone(tmp_path, monkeypatch):
+    model, begun, let_go = small_model(), threading.Event(), threading.Event()
+    seal = storage.seal
+
+    def slow(paths, sums):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert let_go.wait(30)
+        return seal(paths, sums)
+
+    monkeypatch.setattr(storage, "seal", slow)
+    with CheckpointManager(tmp_path, async_save=True) as first, CheckpointManager(tmp_path) as second:
+        first.save(1, model=model)
+        assert begun.wait(30)
+        second.save(2, model=model)
+        let_go.set()
+        first.wait()
+        assert second.steps() == [1, 2]
+        first.verify(1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
 class Sampled:
     """A sampler whose state is handed out itself, not a copy, and is of every kind that can be saved."""
 
