@@ -47,7 +47,8 @@ class CheckpointManager:
         keep: whole checkpoints to keep, the newest ones and the one just saved; None keeps all. Nothing but
             checkpoints is ever removed.
         async_save: `save` returns once the state is copied, and a thread writes the copy. An error in it is raised by
-            the next call of `save`, `load`, `wait` or `close`, or at exit.
+            the next call of `save`, `load`, `wait` or `close`. Without one it is only printed at exit, when Python lets
+            nothing change the exit status any more: end with `close`, or use `with`.
         checksums: store a checksum of every file (sizes are always stored).
         enter_timeout: how long a rank waits in `save` and in `load` for the others to call it too.
         write_timeout: how long a rank waits for the others to write.
@@ -441,7 +442,7 @@ class _Background:
             raise error
 
     def report(self) -> None:
-        """Raise at exit, or when the manager goes, what nobody has asked for."""
+        """Raise at exit, or when the manager goes, what nobody has asked for; the interpreter prints it."""
         self.wait()
 
 
