@@ -156,7 +156,8 @@ def merged(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             optimizer["values"] = other["optimizer"]["values"] | optimizer["values"]
             mine, theirs = optimizer["groups"], other["optimizer"]["groups"]
             for group, more in zip(mine, theirs, strict=False):
-                group["parameters"] = list(dict.fromkeys([*group["parameters"], *more["parameters"]]))
+                for what in ("parameters", "keys"):
+                    group[what] = list(dict.fromkeys([*group[what], *more[what]]))
             optimizer["groups"] = mine + theirs[len(mine) :]
     classes = {what: name for one in reversed(described) for what, name in one["classes"].items()}
     return {"model": model, "optimizer": optimizer, "emas": dict(first["emas"]), "classes": classes}

@@ -15,7 +15,7 @@ from torch import nn
 from trainings import FEATURES, Training, differences, small_model
 from zoo import FOUR_RANKS_ONLY, LAYOUTS
 
-from fsdp_ema_lib import checkpoint_state, storage
+from fsdp_ema_lib import checkpoint, checkpoint_state, storage
 from fsdp_ema_lib.checkpoint import fsdp_state_dict, load_checkpoint, save_checkpoint
 from fsdp_ema_lib.ema import EMA_FSDP
 
@@ -387,6 +387,21 @@ def test_parameters_that_only_the_saved_optimizer_held_are_named(tmp_path):
     assert not part.state
     load_checkpoint(path, model=model, optimizer=part, allow_unexpected=["1.*"])
     assert set(part.state) == set(model[0].parameters())
+
+
+def test_a_part_of_the_state_that_is_lost_for_all_parameters_is_named(tmp_path, monkeypatch):
+    path, model = saved_small(tmp_path)
+    read = checkpoint.read_metadata
+
+    def without(path):
+        metadata = read(path)
+        for name in [name for name in metadata.state_dict_metadata if name.endswith(".exp_avg_sq")]:
+            del metadata.state_dict_metadata[name]
+        return metadata
+
+    monkeypatch.setattr(checkpoint, "read_metadata", without)
+    with pytest.raises(ValueError, match=r"optimizer: 0.bias: the checkpoint holds its .*, but not its exp_avg_sq"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("entry", ["python", "python_gauss", "numpy", "numpy_gauss", "torch"])
