@@ -1,5 +1,6 @@
 """Model, optimizer, averages, counters and random states, saved and restored together in one directory."""
 
+import errno
 import importlib.metadata
 import io
 import sys
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -27,6 +28,7 @@ from fsdp_ema_lib import checkpoint_state, full_state, storage
 from fsdp_ema_lib.agreement import raise_together
 from fsdp_ema_lib.checkpoint_entries import Contents, Restore, plain_json
 from fsdp_ema_lib.checkpoint_state import Averages, Model, Parts, Stateful, by_name
+from fsdp_ema_lib.ema_state import local_of
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.safe_reading import (
     ENTRIES,
@@ -71,7 +73,8 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: `path` exists. TypeError: something that a load would refuse, named. RuntimeError: an average
-        is swapped into the model. OSError: from writing. On every rank, and nothing is left under `path`.
+        is swapped into the model. OSError: from writing. On every rank, and nothing is left under `path`; unless only
+        the last flush of all failed, that of its new name, when the whole checkpoint is there.
 
     Example:
         >>> import tempfile
@@ -83,18 +86,15 @@ def save_checkpoint(
         {'step': 7, 'extra': {'run': 'a'}}
     """
     path = Path(path)
-    error: Exception | None = None
     contents = Contents()
     parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
-    try:
+    with together(None):
+        check_step(step)
         parts.emas = by_name(ema)
         if rank_of(None) == 0:
             storage.refuse_existing(path)
         contents = collect(parts)
         extra = plain_json(dict(extra or {}), "extra")
-    except (OSError, TypeError, ValueError, RuntimeError) as problem:
-        error = problem
-    raise_together(error)
     write(path, from_zero(storage.unpublished_name(path), None), contents, describe(contents, step, extra, None), None)
 
 
@@ -128,17 +128,14 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no whole checkpoint at `path`.
-        ValueError: entries missing, unexpected, of another shape or dtype: all in one error, nothing changed.
+        ValueError: entries missing, unexpected, of another shape, dtype or class: all in one error, nothing changed.
+            Or a scheduler or sampler that did not take its state, when only it may have changed.
         DamagedCheckpointError (a ValueError): a file is not what was saved, named.
         UnsafeCheckpointError: the checkpoint would run code or reaches out of its directory. All on every rank.
     """
-    error: Exception | None = None
     parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
-    try:
+    with together(None):
         parts.emas = by_name(ema)
-    except (TypeError, ValueError) as problem:
-        error = problem
-    raise_together(error)
     opened = open_checkpoint(Path(path), None, verify)
     restore = match(opened, parts, allow_missing, allow_unexpected, None)
     fill(opened, restore, None)
@@ -162,13 +159,21 @@ def fsdp_state_dict(module: Model) -> dict[str, Any]:
         ['bias', 'weight']
     """
     layout: Layout | None = None
-    with _together(None):
+    with together(None):
         layout = Layout(module)
     assert layout is not None
     return full_state.collect(layout, layout.live(), None)
 
 
 # ---------------------------------------------------------------- saving
+
+
+def check_step(step: Any) -> None:
+    """Raise TypeError or ValueError for what is no number of steps."""
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be a whole number of optimizer steps, got {step!r}")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
 
 
 def collect(parts: Parts) -> Contents:
@@ -181,12 +186,20 @@ def collect(parts: Parts) -> Contents:
     for name, value in contents.entries.items():
         if not isinstance(value, Tensor):
             refuse_unreadable_object(value, name)
+        elif type(local := local_of(value)) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{name} cannot be saved, because no load would accept it: its values are a {type(local).__name__}, a "
+                f"plain tensor was expected"
+            )
     return contents
 
 
 def describe(contents: Contents, step: int, extra: Mapping[str, Any] | None, group: Group) -> dict[str, Any]:
     """Settle what all ranks have, and return the manifest but for the files. Collective over the group."""
-    contents.settle_buffers(gathered(contents.digests(), group), rank_of(group))
+    digests: dict[str, int] = {}
+    with together(group):
+        digests = contents.digests()
+    contents.settle_buffers(gathered(digests, group), rank_of(group))
     described = gathered(contents.described, group)
     return {
         "step": step,
@@ -210,16 +223,16 @@ def write(
     """Write one checkpoint under a name of its own, then publish it. Collective over the group, and over it alone.
 
     Raises:
-        OSError, RuntimeError: from writing, on every rank; what was written is removed.
+        OSError, RuntimeError: from writing, on every rank; what was written and not published is removed.
     """
     rank = rank_of(group)
-    with _removed_after_error(unpublished, rank):
-        with _together(group):
+    with busy_with(unpublished), _removed_after_error(unpublished, rank):
+        with together(group):
             if rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(path.parent)
                 storage.make_private(unpublished)
         files: dict[str, Any] = {}
-        with _together(group):
+        with together(group):
             writer = _PrivateWriter(unpublished, checksums)
             with _quiet_without_a_group():
                 save(
@@ -232,10 +245,38 @@ def write(
             mine += [unpublished / METADATA] * (rank == 0)
             files = storage.seal(mine, writer.sums if checksums else None)
         everyone = gathered(files, group)
-        with _together(group):
+        with together(group):
             if rank == 0:
                 listed = {name: facts for files in everyone for name, facts in files.items()}
                 storage.publish(unpublished, path, {**manifest, "files": listed})
+
+
+_busy: set[str] = set()
+
+
+@contextmanager
+def busy_with(path: Path) -> Iterator[None]:
+    """While this process writes or removes a directory, whose name is one of its kind, `is_busy` knows it."""
+    _busy.add(path.name)
+    try:
+        yield
+    finally:
+        _busy.discard(path.name)
+
+
+def is_busy(name: str) -> bool:
+    """Whether a directory of this name is no leftover, because another manager of this process is at it."""
+    return name in _busy
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Make a directory and its parents where they are missing, and flush each new name to disk."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    if not missing:
+        return
+    directory.mkdir(mode, parents=True, exist_ok=True)
+    for path in missing:
+        storage.sync(path.parent)
 
 
 @contextmanager
@@ -249,8 +290,8 @@ def _removed_after_error(unpublished: Path, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _together(group: Group) -> Iterator[None]:
-    """One verdict at the end of the block for all ranks of the group."""
+def together(group: Group) -> Iterator[None]:
+    """One verdict at the end of the block for all ranks of the group, whatever any of them raised in it."""
     error: Exception | None = None
     try:
         yield
@@ -376,12 +417,12 @@ def open_checkpoint(path: Path, group: Group, verify: bool) -> Opened:
         FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError: as `load_checkpoint`.
     """
     opened: Opened | None = None
-    with _together(group):
+    with together(group), _unreadable_is_damaged(path):
         manifest = storage.read_manifest(path)
         storage.check_sizes(path, manifest)
         if verify:
             storage.check_sums(path, manifest, sorted(manifest["files"])[rank_of(group) :: world_of(group)])
-    with _together(group):
+    with together(group), _unreadable_is_damaged(path):
         opened = Opened(path, manifest, read_metadata(path))
     assert opened is not None
     return opened
@@ -396,13 +437,15 @@ def match(
         ValueError: with all of them.
     """
     restore: Restore | None = None
-    with _together(group):
+    unexpected_here: list[str] = []
+    with together(group):
         restore = checkpoint_state.prepare(parts, opened.metadata, opened.manifest, allow_missing, allow_unexpected)
+        unexpected_here = [*restore.unexpected(checkpoint_state.sections(parts)), *restore.strays]
     assert restore is not None
     # Ranks may hold different parts of a model: unexpected is what none of them expects.
-    unexpected = gathered(list(restore.unexpected(checkpoint_state.sections(parts))), group)
+    unexpected = gathered(unexpected_here, group)
     by_none = [line for line in unexpected[0] if all(line in lines for lines in unexpected)]
-    with _together(group):
+    with together(group):
         if lines := restore.faults + by_none:
             raise ValueError(
                 "\n".join(
@@ -423,26 +466,45 @@ def fill(opened: Opened, restore: Restore, group: Group) -> None:
     Raises:
         OSError, DamagedCheckpointError, UnsafeCheckpointError: from reading, on every rank.
     """
-    with _together(group), _quiet_without_a_group():
+    with together(group), _unreadable_is_damaged(opened.path), _quiet_without_a_group():
         load(
             {ENTRIES: restore.entries},
             storage_reader=SafeReader(opened.path, opened.metadata),
             planner=SafeLoadPlanner(),
             process_group=group,
         )
-    with _together(group):
+    with together(group):
         for check in restore.checks:
             check()
 
 
 def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
-    """Put everything back. Every rank must call; nothing is read any more."""
-    with _together(group):
+    """Put everything back. Every rank must call; nothing is read any more.
+
+    Raises:
+        ValueError: a scheduler or a sampler did not take its state; model, optimizer and averages are unchanged.
+    """
+    with together(group):
+        for take in restore.takers:
+            take()
+    with together(group):
         for step in restore.steps:
             step()
     for note in restore.notes:
         warnings.warn(note, stacklevel=3)
     return {"step": opened.manifest["step"], "extra": opened.manifest["extra"]}
+
+
+@contextmanager
+def _unreadable_is_damaged(path: Path) -> Iterator[None]:
+    """What a disk cannot give back is as lost as what it gives back changed; any other OSError is no damage."""
+    try:
+        yield
+    except (CheckpointException, OSError) as problem:
+        error = _translated(problem)
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            raise DamagedCheckpointError(f"{path}: the disk cannot read it back ({error})") from problem
+        raise
 
 
 # ---------------------------------------------------------------- small helpers
@@ -467,9 +529,13 @@ def _translated(problem: BaseException) -> Exception:
     causes = {rank: failure[0] for rank, failure in problem.failures.items()}
     first = next(iter(causes.values()))
     text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
-    for kind in (UnsafeCheckpointError, DamagedCheckpointError, OSError):
+    for kind in (UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError):
         if isinstance(first, kind):
             return kind(text)
+    if isinstance(first, OSError):
+        error = OSError(text)
+        error.errno = first.errno
+        return error
     return RuntimeError(f"the checkpoint could not be written or read: {text}")
 
 

@@ -1,5 +1,6 @@
 """The entries of a checkpoint: what is saved under which name, and what a load asks for."""
 
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class Contents:
     """
 
     entries: dict[str, Any] = field(default_factory=dict)
-    described: dict[str, Any] = field(default_factory=lambda: {"model": {}, "optimizer": {}, "emas": {}})
+    described: dict[str, Any] = field(default_factory=lambda: {"model": {}, "optimizer": {}, "emas": {}, "classes": {}})
     buffers: list[str] = field(default_factory=list)
 
     def digests(self) -> dict[str, int]:
@@ -58,8 +59,10 @@ class Restore:
     Attributes:
         entries: entry name -> what is to be filled, in checkpoint form.
         checks: run after filling, before anything is changed; they raise.
+        takers: run before `steps`: the `load_state_dict` of objects of the caller's, which may raise whatever it likes.
         steps: change the model, the optimizer and the rest.
         faults: every way in which the checkpoint does not fit.
+        strays: what the checkpoint holds and this rank did not ask for: a fault where no rank did.
     """
 
     metadata: Metadata
@@ -70,8 +73,10 @@ class Restore:
     allow_unexpected: Sequence[str] = ()
     entries: dict[str, Any] = field(default_factory=dict)
     checks: list[Callable[[], None]] = field(default_factory=list)
+    takers: list[Callable[[], None]] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
 
@@ -88,6 +93,10 @@ class Restore:
     def may_miss(self, name: str) -> bool:
         """Whether a parameter of this name may be missing."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_missing)
+
+    def may_be_left(self, name: str) -> bool:
+        """Whether the checkpoint may have a parameter of this name that is not asked for."""
+        return any(fnmatchcase(name, pattern) for pattern in self.allow_unexpected)
 
     def fits(self, entry: str, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether the checkpoint holds a tensor of this entry, shape and dtype; notes the fault if it may not miss it.
@@ -145,7 +154,7 @@ class Restore:
             if section is None or entry in self.known:
                 continue
             name = entry[len(section) :].removeprefix("shadow.").removeprefix("low.")
-            if not any(fnmatchcase(name, pattern) for pattern in self.allow_unexpected):
+            if not self.may_be_left(name):
                 yield f"{entry}: in the checkpoint, not expected here"
 
 
@@ -166,7 +175,7 @@ def over(view: Tensor, local: Tensor) -> Tensor:
 
 
 def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, Any]:
-    """Copies of all tensors on the CPU, in buffers that are used again: a save can write them while training goes on.
+    """Copies of everything, tensors on the CPU in buffers that are used again: a save writes while training goes on.
 
     Args:
         entries: as in `Contents`.
@@ -176,7 +185,7 @@ def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
     moved = False
     for name, value in entries.items():
         if not isinstance(value, Tensor):
-            copies[name] = json.loads(json.dumps(value)) if _is_json(value) else value
+            copies[name] = _as_saved(value)
             continue
         local = local_of(value)
         buffer = buffers.get(name)
@@ -191,11 +200,12 @@ def staged(entries: Mapping[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
     return copies
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
+def _as_saved(value: Any) -> Any:
+    """A copy by way of the bytes that a save writes: whatever a load accepts can be copied so."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
 
 
 def plain_json(value: Any, where: str) -> Any:

@@ -1,6 +1,7 @@
 """A directory of checkpoints: which are whole, which is the newest, which may go."""
 
 import logging
+import re
 import threading
 import uuid
 import warnings
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ema_lib import checkpoint, checkpoint_entries, storage
-from fsdp_ema_lib.agreement import raise_together
 from fsdp_ema_lib.checkpoint_entries import Contents, plain_json
 from fsdp_ema_lib.checkpoint_state import Averages, Model, Parts, Stateful, by_name
 from fsdp_ema_lib.directory_lock import DirectoryLock
@@ -25,8 +25,11 @@ from fsdp_ema_lib.meeting import Meeting
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 log = logging.getLogger(__name__)
-# What a load of a damaged checkpoint raises on the rank that finds it, and on the others.
-_DAMAGE = (DamagedCheckpointError, UnsafeCheckpointError, OSError, RuntimeError, EOFError)
+# What a load of a damaged checkpoint raises, on every rank. Too many open files, no permission, no memory or a lost
+# rank say nothing about the checkpoint, and would be met again at the older ones.
+_DAMAGE = (DamagedCheckpointError, UnsafeCheckpointError, FileNotFoundError)
+# A whole checkpoint of a branch that training went back from; ours to remove, like a retired one.
+_ABANDONED = re.compile(r"step_([0-9]{8,})\.abandoned-[0-9a-f]{32}")
 
 
 class CheckpointManager:
@@ -41,11 +44,13 @@ class CheckpointManager:
 
     Args:
         directory: made if it is missing; on a file system that all ranks see.
-        keep: whole checkpoints to keep, the newest ones; None keeps all. Nothing but checkpoints is ever removed.
+        keep: whole checkpoints to keep, the newest ones and the one just saved; None keeps all. Nothing but
+            checkpoints is ever removed.
         async_save: `save` returns once the state is copied, and a thread writes the copy. An error in it is raised by
-            the next call of `save`, `load`, `wait` or `close`, or at exit.
+            the next call of `save`, `load`, `wait` or `close`. Without one it is only printed at exit, when Python lets
+            nothing change the exit status any more: end with `close`, or use `with`.
         checksums: store a checksum of every file (sizes are always stored).
-        enter_timeout: how long a rank waits in `save` for the others to call it too.
+        enter_timeout: how long a rank waits in `save` and in `load` for the others to call it too.
         write_timeout: how long a rank waits for the others to write.
         read_only: loads only, beside a job that saves; takes no lock and changes nothing.
 
@@ -84,6 +89,7 @@ class CheckpointManager:
         self._closed = False
         self._lock: DirectoryLock | None = None
         self._damaged: set[int] = set()  # found by a load; their sizes may be right
+        self._loaded: int | None = None  # where training goes on from, until it saves
         self._buffers: dict[str, Tensor] = {}
         self._background = _Background()
         self._removals: list[threading.Thread] = []
@@ -91,15 +97,13 @@ class CheckpointManager:
         # Of its own: what a thread writes must never meet what training sends, and a slow disk is no dead rank.
         shared = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=write_timeout) if shared else None
-        self._meeting = Meeting(checkpoint.from_zero(uuid.uuid4().hex, self._group), enter_timeout)
-        error: Exception | None = None
-        try:
+        place = checkpoint.from_zero(uuid.uuid4().hex, self._group)
+        # Apart, so that a rank that saves never takes one that loads for its partner.
+        self._saving, self._loading = (Meeting(f"{place}/{what}", enter_timeout) for what in ("save", "load"))
+        with checkpoint.together(self._group):
             if not read_only and self._rank() == 0:
-                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                checkpoint.make_directory(self.directory, 0o700)
                 self._lock = DirectoryLock(self.directory)
-        except (OSError, RuntimeError, UnsafeCheckpointError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
 
     # ------------------------------------------------------------ what there is
 
@@ -111,7 +115,9 @@ class CheckpointManager:
         return sorted(
             step
             for step, path in found
-            if step is not None and not path.is_symlink() and (path / storage.MANIFEST).exists()
+            # A name that a person wrote may have the digits of a step and yet not be the step's name.
+            if step is not None and path == self.path_of(step)
+            if not path.is_symlink() and (path / storage.MANIFEST).exists()
         )
 
     def latest(self) -> int | None:
@@ -154,6 +160,9 @@ class CheckpointManager:
     ) -> Path:
         """Save everything that training needs to go on bit for bit. Collective; arguments as for `save_checkpoint`.
 
+        Where training went on from an older checkpoint than the newest, the first save that those newer ones would
+        outlive sets them aside: they become `step_....abandoned-...`, with a warning that names them.
+
         Returns:
             The checkpoint's directory; with `async_save` it appears later.
 
@@ -161,76 +170,116 @@ class CheckpointManager:
             FileExistsError: there is a sound checkpoint of this step (a damaged one is replaced).
             TimeoutError: a rank did not call `save` in time, named. TypeError: something that a load would refuse,
             named. RuntimeError: an average is swapped into the model; the manager is closed or read-only. OSError:
-            from writing. On every rank, and nothing is left of this save. Also what an asynchronous save before this
-            one raised; this one is then not begun.
+            from writing. On every rank, and nothing is left of this save; unless only what comes after the rename
+            failed (the flush of the new name, retention), when the whole checkpoint is there. Also what an asynchronous
+            save before this one raised; this one is then not begun.
         """
         self._refuse_unless_open("save")
         self.wait()
-        self._meeting.enter(f"save(step={step})", self._rank(), self._world())
-        error: Exception | None = None
+        self._saving.enter(f"save(step={step})", self._rank(), self._world())
         contents = Contents()
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler)
-        try:
-            _check_step(step)
+        with checkpoint.together(self._group):
+            checkpoint.check_step(step)
             parts.emas = by_name(ema)
             contents = checkpoint.collect(parts)
             extra = plain_json(dict(extra or {}), "extra")
             if self._rank() == 0:
                 self._prepare(step)
-        except (OSError, TypeError, ValueError, RuntimeError, UnsafeCheckpointError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
         path = self.path_of(step)
         unpublished, first = checkpoint.from_zero((storage.unpublished_name(path), step), self._group)
-        if first != step:
-            error = ValueError(f"step is {step} on rank {self._rank()} and {first} on rank 0")
-        raise_together(error, (self._group,))
+        with checkpoint.together(self._group):
+            if first != step:
+                raise ValueError(f"step is {step} on rank {self._rank()} and {first} on rank 0")
         manifest = checkpoint.describe(contents, step, extra, self._group)
         if self.async_save:
-            contents = Contents(checkpoint_entries.staged(contents.entries, self._buffers), contents.described)
+            with checkpoint.together(self._group):
+                contents = Contents(checkpoint_entries.staged(contents.entries, self._buffers), contents.described)
+        self._loaded = None
         write = partial(checkpoint.write, path, unpublished, contents, manifest, self._group, self.checksums)
         if self.async_save:
-            self._background.start(step, partial(self._write, write))
+            self._background.start(step, partial(self._write, step, write))
         else:
-            self._write(write)
+            self._write(step, write)
         return path
 
     def wait(self) -> None:
         """Wait for the asynchronous save, if there is one; raises what it raised."""
         self._background.wait()
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, step: int, write: Callable[[], None]) -> None:
         write()
-        if self._rank() == 0:
-            self._retire()
+        with checkpoint.together(self._group):
+            if self._rank() == 0:
+                self._retire(step)
 
     def _prepare(self, step: int) -> None:
-        """Clear what killed saves left, and a damaged checkpoint of this very step."""
+        """Clear the way: what killed saves left, what training went back from, a damaged checkpoint of this step."""
         self._await_removals()
         for path in self.directory.iterdir():
+            if checkpoint.is_busy(path.name):
+                continue
             if storage.step_of(path.name.partition(".")[0]) is not None and storage.is_leftover(path.name):
                 log.info("removing %s, which a save or a removal that was killed left", path)
                 storage.discard(path)
+        self._set_aside_abandoned(step)
         path = self.path_of(step)
         if step in self.steps():
             try:
                 self.verify(step)
             except (DamagedCheckpointError, UnsafeCheckpointError) as problem:
-                warnings.warn(f"replacing the damaged checkpoint of step {step}: {problem}", stacklevel=4)
+                warnings.warn(f"replacing the damaged checkpoint of step {step}: {problem}", stacklevel=3)
                 storage.discard(path)
                 self._damaged.discard(step)
         storage.refuse_existing(path)
 
-    def _retire(self) -> None:
-        """Remove all but the newest `keep` sound checkpoints."""
+    def _set_aside_abandoned(self, step: int) -> None:
+        """Take their names from the checkpoints that training has gone back from, if they would outlive this save.
+
+        Otherwise `latest` would lead back to them, and they would stand in the way of the same step.
+        """
+        steps = self.steps()
+        if self._loaded is None:
+            if steps and step < steps[-1]:
+                warnings.warn(
+                    f"{self.directory}: saving step {step} without a load before, while the newest checkpoint is that "
+                    f"of step {steps[-1]}, from which a load will go on. Start anew in another directory.",
+                    stacklevel=4,
+                )
+            return
+        if not self._loaded < step <= steps[-1]:
+            return
+        abandoned = {old: _abandoned_name(self.path_of(old)) for old in steps if old > self._loaded}
+        told = ", ".join(f"{old} (now {path.name})" for old, path in abandoned.items())
+        warnings.warn(
+            f"{self.directory}: training went on from step {self._loaded} and saves step {step}, so that the newer "
+            f"checkpoints are set aside: {told}. Their names can be given back by hand, until "
+            f"{'retention removes them' if self.keep else 'somebody removes them'}.",
+            stacklevel=4,
+        )
+        for old, path in abandoned.items():
+            self.path_of(old).rename(path)
+            self._damaged.discard(old)
+        storage.sync(self.directory)
+
+    def _retire(self, saved: int) -> None:
+        """Remove what is older than the newest `keep` sound checkpoints, but never the one just saved."""
         if self.keep is None:
             return
         sound = [step for step in self.steps() if step not in self._damaged and self._has_its_sizes(step)]
-        for step in self.steps():
-            if len(sound) > self.keep and step < sound[-self.keep]:
+        if len(sound) <= self.keep:
+            return
+        held = [(step, self.path_of(step)) for step in self.steps() if step != saved]
+        aside = ((_ABANDONED.fullmatch(path.name), path) for path in self.directory.iterdir() if not path.is_symlink())
+        held += [(int(found[1]), path) for found, path in aside if found]
+        for step, path in held:
+            if step < sound[-self.keep]:
                 # It has lost its name at once; to free what it held can take as long as a save.
-                gone = storage.set_aside(self.path_of(step))
-                self._removals.append(threading.Thread(target=storage.discard, args=(gone,), name=f"removal of {gone}"))
+                try:
+                    gone = storage.set_aside(path)
+                except OSError as problem:
+                    raise OSError(f"step {saved} is saved, but {path} could not be retired: {problem}") from problem
+                self._removals.append(threading.Thread(target=_remove, args=(gone,), name=f"removal of {gone}"))
                 self._removals[-1].start()
 
     def _await_removals(self) -> None:
@@ -268,20 +317,20 @@ class CheckpointManager:
 
         Returns:
             `step` and `extra` as they were saved.
+
+        Raises:
+            TimeoutError: a rank did not call `load` in time, named. RuntimeError: the manager is closed.
         """
         if self._closed:
             raise RuntimeError(f"load: the manager of {self.directory} is closed")
         self.wait()
-        error: Exception | None = None
+        self._loading.enter(f"load(step={step!r})", self._rank(), self._world())
         parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
         steps: list[int] = []
-        try:
+        with checkpoint.together(self._group):
             parts.emas = by_name(ema)
             # What rank 0 sees counts: on a network file system others may see a new name later.
             steps = self._candidates(step) if self._rank() == 0 else []
-        except (OSError, TypeError, ValueError) as problem:
-            error = problem
-        raise_together(error, (self._group,))
         steps = checkpoint.from_zero(steps, self._group)
         for number, candidate in enumerate(steps):
             try:
@@ -299,7 +348,9 @@ class CheckpointManager:
                 self._fall_back(fall_back, steps[number:], problem)
                 continue
             log.info("loading step %d from %s", candidate, opened.path)
-            return checkpoint.finish(opened, restore, self._group)
+            found = checkpoint.finish(opened, restore, self._group)
+            self._loaded = candidate
+            return found
         raise AssertionError("the oldest candidate is loaded, or raises")
 
     def _fall_back(self, allowed: bool, steps: Sequence[int], problem: Exception) -> None:
@@ -391,12 +442,14 @@ class _Background:
             raise error
 
     def report(self) -> None:
-        """Raise at exit, or when the manager goes, what nobody has asked for."""
+        """Raise at exit, or when the manager goes, what nobody has asked for; the interpreter prints it."""
         self.wait()
 
 
-def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be a whole number of optimizer steps, got {step!r}")
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
+def _remove(gone: Path) -> None:
+    with checkpoint.busy_with(gone):
+        storage.discard(gone)
+
+
+def _abandoned_name(path: Path) -> Path:
+    return path.parent / f"{path.name}.abandoned-{uuid.uuid4().hex}"

@@ -15,7 +15,8 @@ from fsdp_ema_lib import ema_state, optimizer_state
 from fsdp_ema_lib.checkpoint_entries import Contents, Restore, flat, over
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.layout import Layout
-from fsdp_ema_lib.random_states import random_state, set_random_state
+from fsdp_ema_lib.random_states import check_random_state, random_state, set_random_state
+from fsdp_ema_lib.storage import DamagedCheckpointError
 
 Model = nn.Module | Sequence[nn.Module]
 Averages = EMA_FSDP | Sequence[EMA_FSDP] | Mapping[str, EMA_FSDP]
@@ -115,8 +116,10 @@ def contents(parts: Parts) -> Contents:
         found.described["emas"][name] = {"num_updates": average.num_updates, "decay": config.decay}
     if parts.scheduler is not None and rank == 0:
         found.entries["scheduler"] = parts.scheduler.state_dict()
+        found.described["classes"]["scheduler"] = type(parts.scheduler).__name__
     if parts.sampler is not None:
         found.entries[f"sampler.rank{rank}"] = parts.sampler.state_dict()
+        found.described["classes"]["sampler"] = type(parts.sampler).__name__
     if parts.random:
         found.entries |= {f"rng.rank{rank}.{key}": value for key, value in random_state().items()}
     return found
@@ -154,9 +157,11 @@ def merged(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             optimizer["values"] = other["optimizer"]["values"] | optimizer["values"]
             mine, theirs = optimizer["groups"], other["optimizer"]["groups"]
             for group, more in zip(mine, theirs, strict=False):
-                group["parameters"] = list(dict.fromkeys([*group["parameters"], *more["parameters"]]))
+                for what in ("parameters", "keys"):
+                    group[what] = list(dict.fromkeys([*group[what], *more[what]]))
             optimizer["groups"] = mine + theirs[len(mine) :]
-    return {"model": model, "optimizer": optimizer, "emas": dict(first["emas"])}
+    classes = {what: name for one in reversed(described) for what, name in one["classes"].items()}
+    return {"model": model, "optimizer": optimizer, "emas": dict(first["emas"]), "classes": classes}
 
 
 # ---------------------------------------------------------------- loading
@@ -192,7 +197,7 @@ def prepare(
             raise ValueError("optimizer: it can only be loaded together with its model, which gives the names")
         optimizer_state.want(restore, layout, parts.optimizer)
     if parts.scheduler is not None:
-        _want_stateful(restore, parts.scheduler, "scheduler", "scheduler: the checkpoint holds none")
+        _want_stateful(restore, parts.scheduler, "scheduler", "scheduler")
     if parts.sampler is not None:
         _want_sampler(restore, parts.sampler)
     if parts.random:
@@ -256,9 +261,24 @@ def _want_ema(restore: Restore, name: str, average: EMA_FSDP) -> None:
     restore.steps.append(lambda: average.load_state_dict(staged))
 
 
-def _want_stateful(restore: Restore, what: Stateful, entry: str, fault: str) -> None:
-    if restore.want_object(entry, fault):
-        restore.steps.append(lambda: what.load_state_dict(restore.entries[entry]))
+def _want_stateful(restore: Restore, stateful: Stateful, entry: str, what: str) -> None:
+    mine = type(stateful).__name__
+    if not restore.want_object(entry, f"{what}: the checkpoint holds none"):
+        return
+    # Earlier checkpoints do not say it. The keys of a state may change with its place, or with torch's version.
+    if (saved := restore.manifest.get("classes", {}).get(what, mine)) != mine:
+        restore.faults.append(f"{what}: the checkpoint holds the state of {saved}, this is {mine}")
+
+    def take() -> None:
+        try:
+            stateful.load_state_dict(restore.entries[entry])
+        except Exception as problem:
+            raise ValueError(
+                f"{what}: {mine} did not take its state from the checkpoint ({problem!r}). Model, optimizer and "
+                f"averages are unchanged. Build it as it was, or load without {what}=."
+            ) from problem
+
+    restore.takers.append(take)
 
 
 def _want_sampler(restore: Restore, sampler: Stateful) -> None:
@@ -269,7 +289,7 @@ def _want_sampler(restore: Restore, sampler: Stateful) -> None:
             f"without sampler=, and set the position from `step`."
         )
         return
-    _want_stateful(restore, sampler, f"sampler.rank{_rank()}", "sampler: the checkpoint holds none")
+    _want_stateful(restore, sampler, f"sampler.rank{_rank()}", "sampler")
 
 
 def _want_random(restore: Restore) -> None:
@@ -281,11 +301,23 @@ def _want_random(restore: Restore) -> None:
             f"state for this one, which keeps its own."
         )
         return
-    found = {}
+    found: dict[str, Tensor] = {}
     for key, current in here.items():
         if restore.saved(prefix + key) is not None:
-            found[key] = restore.want(prefix + key, key, None, current)
-    restore.steps.append(lambda: set_random_state({key: local for key, local in found.items() if local is not None}))
+            local = restore.want(prefix + key, key, None, current)
+            if local is not None:
+                found[key] = local
+        elif key.startswith("python") or (key == "numpy_gauss" and restore.saved(f"{prefix}numpy") is not None):
+            restore.faults.append(f"{prefix}{key}: missing in the checkpoint")
+
+    def check() -> None:
+        try:
+            check_random_state(found)
+        except Exception as problem:
+            raise DamagedCheckpointError(f"{prefix[:-1]}: no state of a random generator: {problem!r}") from problem
+
+    restore.checks.append(check)
+    restore.steps.append(lambda: set_random_state(found))
 
 
 def _rank() -> int:

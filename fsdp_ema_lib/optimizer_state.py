@@ -74,9 +74,10 @@ def save(layout: Layout, optimizer: torch.optim.Optimizer, found: Contents) -> N
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        groups.append({"parameters": [s.name for one in held for s in one.shards], "settings": settings})
+        keys: dict[str, None] = {}
         for one in held:
             for key, state in optimizer.state.get(one.param, {}).items():
+                keys[key] = None
                 for shard in one.shards:
                     if not one.fits(state) and shard.split_over() and not shard.live().numel():
                         # FSDP1 never steps a parameter of which this rank has no element: its count would be stale.
@@ -87,6 +88,8 @@ def save(layout: Layout, optimizer: torch.optim.Optimizer, found: Contents) -> N
                         found.entries[f"optimizer.{where}"] = entry
                     else:
                         values[where] = entry
+        names = [s.name for one in held for s in one.shards]
+        groups.append({"parameters": names, "keys": list(keys), "settings": settings})
     found.described["optimizer"] = {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
@@ -130,9 +133,19 @@ def want(restore: Restore, layout: Layout, optimizer: torch.optim.Optimizer) -> 
         name, _, key = where.rpartition(".")
         values[name][key] = value
     groups = held_by(layout, optimizer)
+    here = {shard.name for held in groups for one in held for shard in one.shards}
+    saved_names = (name for group in described["groups"] for name in group["parameters"])
+    restore.strays += [
+        f"optimizer: {name}: in the checkpoint, but this optimizer does not hold it"
+        for name in saved_names
+        if name not in here and not restore.may_be_left(name)
+    ]
     for number, held in enumerate(groups):
         _want_settings(restore, described["groups"], optimizer, number, [s.name for one in held for s in one.shards])
-        complete = {key for one in held for s in one.shards for key in (*keys[s.name], *values[s.name])}
+        names = {s.name for one in held for s in one.shards}
+        complete = {key for name in names for key in (*keys[name], *values[name])}
+        # An entry that is lost for all parameters is known from what the save wrote down; earlier ones did not.
+        complete |= {key for g in described["groups"] if names & {*g["parameters"]} for key in g.get("keys", ())}
         for one in held:
             _want_held(restore, optimizer, number, one, keys, values, complete)
 

@@ -26,14 +26,32 @@ def random_state() -> dict[str, Tensor]:
     return state
 
 
+def check_random_state(state: Mapping[str, Tensor]) -> None:
+    """Raise what `set_random_state` would raise, without changing anything."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(_python(state))
+    if "cuda" in state:
+        torch.Generator("cuda").set_state(state["cuda"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.RandomState().set_state(_numpy(state))
+
+
 def set_random_state(state: Mapping[str, Tensor]) -> None:
     """Put back what `random_state` returned."""
     torch.set_rng_state(state["torch"])
-    version, *words = state["python"].tolist()
-    gauss = float(state["python_gauss"])
-    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    random.setstate(_python(state))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        *keys, position, has_gauss = state["numpy"].tolist()
-        sys.modules["numpy"].random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"])))
+        sys.modules["numpy"].random.set_state(_numpy(state))
+
+
+def _python(state: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+    version, *words = state["python"].tolist()
+    gauss = float(state["python_gauss"])
+    return version, tuple(words), None if gauss != gauss else gauss
+
+
+def _numpy(state: Mapping[str, Tensor]) -> tuple[str, list[int], int, int, float]:
+    *keys, position, has_gauss = state["numpy"].tolist()
+    return "MT19937", keys, position, has_gauss, float(state["numpy_gauss"])

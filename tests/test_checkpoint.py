@@ -15,7 +15,7 @@ from torch import nn
 from trainings import FEATURES, Training, differences, small_model
 from zoo import FOUR_RANKS_ONLY, LAYOUTS
 
-from fsdp_ema_lib import storage
+from fsdp_ema_lib import checkpoint, checkpoint_state, storage
 from fsdp_ema_lib.checkpoint import fsdp_state_dict, load_checkpoint, save_checkpoint
 from fsdp_ema_lib.ema import EMA_FSDP
 
@@ -329,6 +329,100 @@ def test_missing_and_unexpected_entries_are_allowed_by_pattern(tmp_path):
     assert torch.equal(narrow[0].weight, model[0].weight)
 
 
+def test_a_scheduler_of_another_class_is_listed_with_the_rest_and_nothing_changes(tmp_path):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler, sampler=Position(1))
+    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2))
+    again = torch.optim.SGD(other[:2].parameters(), 0.2)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(
+            tmp_path / "a",
+            model=other,
+            optimizer=again,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(again, lambda step: 1.0),
+            sampler=Bad(1),
+        )
+    for line in (
+        "scheduler: the checkpoint holds the state of StepLR, this is LambdaLR",
+        "sampler: the checkpoint holds the state of Position, this is Bad",
+        "model.2.weight: missing in the checkpoint",
+    ):
+        assert line in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+class Refusing(Position):
+    def load_state_dict(self, state):
+        raise KeyError("nothing that I know")
+
+
+def worker_refuses(folder: str) -> list:
+    training = Training("ddp").train(1)
+    save_checkpoint(folder, **training.parts(), sampler=Refusing(0))
+    other = Training("ddp", seed=1).train(2)
+    kind = Refusing if dist.get_rank() == 1 else type("Refusing", (Position,), {})
+    before = other.local_state()
+    try:
+        load_checkpoint(folder, model=other.model, optimizer=other.optimizer, ema=other.ema, sampler=kind(0))
+    except ValueError as problem:
+        return [str(problem), differences(other.local_state(), before)]
+    return ["no error"]
+
+
+def test_where_one_rank_cannot_take_a_state_no_rank_changes_its_model(ranks, tmp_path):
+    for text, changed in ranks(2, worker_refuses, folder=str(tmp_path / "a")):
+        assert "sampler: Refusing did not take its state from the checkpoint (KeyError('nothing that I know'))" in text
+        assert changed == []
+
+
+def test_parameters_that_only_the_saved_optimizer_held_are_named(tmp_path):
+    path, model = saved_small(tmp_path)
+    part = torch.optim.AdamW(model[0].parameters())
+    with pytest.raises(ValueError, match="optimizer: 1.weight: in the checkpoint, but this optimizer") as caught:
+        load_checkpoint(path, model=model, optimizer=part)
+    assert "optimizer: 1.bias: in the checkpoint" in str(caught.value) and "0." not in str(caught.value)
+    assert not part.state
+    load_checkpoint(path, model=model, optimizer=part, allow_unexpected=["1.*"])
+    assert set(part.state) == set(model[0].parameters())
+
+
+def test_a_part_of_the_state_that_is_lost_for_all_parameters_is_named(tmp_path, monkeypatch):
+    path, model = saved_small(tmp_path)
+    read = checkpoint.read_metadata
+
+    def without(path):
+        metadata = read(path)
+        for name in [name for name in metadata.state_dict_metadata if name.endswith(".exp_avg_sq")]:
+            del metadata.state_dict_metadata[name]
+        return metadata
+
+    monkeypatch.setattr(checkpoint, "read_metadata", without)
+    with pytest.raises(ValueError, match=r"optimizer: 0.bias: the checkpoint holds its .*, but not its exp_avg_sq"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("entry", ["python", "python_gauss", "numpy", "numpy_gauss", "torch"])
+def test_a_damaged_random_state_is_found_before_anything_changes(tmp_path, monkeypatch, entry):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = checkpoint_state.random_state()
+    damaged = state | {entry: torch.full_like(state[entry], -1 if entry in ("python", "numpy") else 255)}
+    monkeypatch.setattr(checkpoint_state, "random_state", lambda: damaged)
+    save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer)
+    monkeypatch.undo()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    if entry.endswith("gauss"):  # any number is one
+        load_checkpoint(tmp_path / "a", model=model, optimizer=optimizer)
+        return
+    with pytest.raises(storage.DamagedCheckpointError, match=r"rng.rank0: no state of a random generator: .*Er"):
+        load_checkpoint(tmp_path / "a", model=model, optimizer=optimizer)
+    assert not model[0].weight.any()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -349,6 +443,25 @@ def test_a_save_refuses_what_a_load_would_refuse(tmp_path, make, error, text):
     model = small_model()
     with pytest.raises(error, match=text):
         save_checkpoint(tmp_path / "a", **({"model": model} | make(model)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_step_that_is_no_count_is_refused_before_anything_is_written(tmp_path, step, error):
+    with pytest.raises(error, match=f"step must be .*, got {step}"):
+        save_checkpoint(tmp_path / "a", model=small_model(), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Labelled(torch.Tensor):
+    """A tensor with a class of its own, which a load would have to import."""
+
+
+def test_a_tensor_of_another_class_is_refused_by_name(tmp_path):
+    model = small_model()
+    model.register_buffer("scale", torch.ones(2).as_subclass(Labelled))
+    with pytest.raises(TypeError, match="model.scale cannot be saved, .* its values are a Labelled, a plain tensor"):
+        save_checkpoint(tmp_path / "a", model=model)
     assert list(tmp_path.iterdir()) == []
 
 

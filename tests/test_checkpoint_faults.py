@@ -1,6 +1,6 @@
 """Real faults: processes killed while they save, full and read-only disks, files that are not what they were."""
 
-import itertools
+import errno
 import json
 import os
 import re
@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from trainings import Training, differences, small_model
 
-from fsdp_ema_lib import offline, storage
+from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.directory_lock import LOCK_FILE
 from fsdp_ema_lib.ema import EMA_FSDP
@@ -29,8 +31,7 @@ from fsdp_ema_lib.lab import training_job
 from fsdp_ema_lib.lab.training import TrainingConfig
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
-# A save of rank 0 opens, renames, makes or lists something in the directory thirty times, one of rank 1 six times.
-POINTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 16, 17, 18, 19, 20, 22, 26)
+KILLS = 20  # spread over all that a rank does in the directory while it saves
 VICTIMS = ("rank 0", "rank 1", "all")
 WORLD_SIZE = 2
 JOB_TIMEOUT_S = 60
@@ -39,30 +40,32 @@ JOB_TIMEOUT_S = 60
 # ---------------------------------------------------------------- killed while saving
 
 
-def die_at(point: int, folder: str, everyone: list[int], how: int) -> None:
-    """Kill processes at the n-th time from now that this one opens, renames, makes or removes something in `folder`."""
-    seen = itertools.count()
+def die_at(point: int | None, folder: str, everyone: list[int], how: int) -> Callable[[], int]:
+    """Kill processes at the n-th time from now that this one opens, renames, makes or removes something in `folder`.
+
+    Returns:
+        A function that tells how often it has done so.
+    """
+    seen = 0
+    kinds = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.listdir", "os.scandir")
 
     def hook(event: str, arguments: tuple) -> None:
-        if event in (
-            "open",
-            "os.rename",
-            "os.mkdir",
-            "os.remove",
-            "os.rmdir",
-            "os.truncate",
-            "os.listdir",
-            "os.scandir",
-        ):
-            if isinstance(arguments[0], str | bytes | os.PathLike) and os.fsdecode(arguments[0]).startswith(folder):
-                if next(seen) == point:
-                    for pid in everyone:
+        nonlocal seen
+        if event not in kinds or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        # A directory that is taken down names its files relative to itself.
+        if os.fsdecode(arguments[0]).startswith(folder) or (event == "os.remove" and arguments[1] != -1):
+            if seen == point:
+                for pid in everyone:
+                    with suppress(ProcessLookupError):
                         os.kill(pid, how)
+            seen += 1
 
     sys.addaudithook(hook)
+    return lambda: seen
 
 
-def job(rank: int, folder: str, aside: str, point: int, victim: str, asynchronous: bool, how: int) -> None:
+def job(rank: int, folder: str, aside: str, point: int | None, victim: str, asynchronous: bool, how: int) -> None:
     """One rank: save, note what must come back, then save again and be killed on the way."""
     sys.stderr = sys.stdout = open(f"{aside}/log{rank}", "w", buffering=1)
     torch.set_num_threads(1)
@@ -76,21 +79,27 @@ def job(rank: int, folder: str, aside: str, point: int, victim: str, asynchronou
     if how == signal.SIGTERM:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     training = Training("fsdp2_nested").train(1)
-    checkpoints = CheckpointManager(folder, async_save=asynchronous, write_timeout=timedelta(seconds=30))
+    # keep=1: the second save also removes the first.
+    checkpoints = CheckpointManager(folder, keep=1, async_save=asynchronous, write_timeout=timedelta(seconds=30))
     pids: list = [None] * WORLD_SIZE
     dist.all_gather_object(pids, os.getpid())
     for step in (1, 2):
         torch.save(training.full_state(), f"{aside}/expected{step}.{rank}")
         if step == 2 and victim in (f"rank {rank}", "all"):
             # Of "all", whoever comes to its point first takes the other along.
-            die_at(point, folder, pids if victim == "all" else [os.getpid()], how)
+            others = [pid for pid in pids if pid != os.getpid()] if victim == "all" else []
+            seen = die_at(point, folder, [*others, os.getpid()], how)
         checkpoints.save(step, **training.parts(), extra={"at": step})
         checkpoints.wait()
         training.train(1)
     checkpoints.close()
+    if point is None:
+        Path(f"{aside}/seen{rank}").write_text(str(seen()))
 
 
-def run_job(processes, folder: Path, aside: Path, point: int, victim: str, asynchronous: bool, how: int) -> list[int]:
+def run_job(
+    processes, folder: Path, aside: Path, point: int | None, victim: str, asynchronous: bool, how: int
+) -> list[int]:
     """Exit codes of the ranks; none of them may hang."""
     aside.mkdir()
     ranks = [
@@ -115,8 +124,8 @@ def check_that_it_healed(folder: Path, aside: Path) -> int:
     with pytest.warns(UserWarning) if is_owned(folder) else no_warning():
         checkpoints = CheckpointManager(folder, keep=5)
     with checkpoints:
-        newest = checkpoints.latest()
-        assert newest in (1, 2)
+        newest, steps = checkpoints.latest(), checkpoints.steps()
+        assert steps in ([1], [1, 2], [2])
         training = Training("plain", seed=5)
         found = checkpoints.load(**training.parts(), verify=True)
         assert found == {"step": newest, "extra": {"at": newest}}
@@ -124,7 +133,7 @@ def check_that_it_healed(folder: Path, aside: Path) -> int:
         assert differences(training.full_state(), expected) == []
         checkpoints.save(3, **training.parts())
     names = {path.name for path in folder.iterdir()}
-    assert names == {LOCK_FILE} | {f"step_{step:08d}" for step in {1, newest, 3}}
+    assert names == {LOCK_FILE} | {f"step_{step:08d}" for step in [*steps, 3]}
     return newest
 
 
@@ -141,24 +150,37 @@ def check_kill(processes, tmp_path, point, victim, asynchronous, how=signal.SIGK
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
     codes = run_job(processes, folder, aside, point, victim, asynchronous, how)
     newest = check_that_it_healed(folder, aside)
-    if how == signal.SIGKILL and -signal.SIGKILL in codes:
+    if how == signal.SIGKILL:
+        assert -signal.SIGKILL in (codes if victim == "all" else [codes[VICTIMS.index(victim)]]), "nobody was killed"
         survivors = [code for code in codes if code != -signal.SIGKILL]
         # Who is left notices, unless the other died after all was on disk.
         assert all(code != 0 for code in survivors) or newest == 2, codes
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, point):
-    victim = VICTIMS[POINTS.index(point) % 3]
-    check_kill(processes, tmp_path, point % 6 if victim == "rank 1" else point, victim, asynchronous=point % 2 == 1)
+@pytest.fixture(scope="module")
+def points(processes, tmp_path_factory) -> dict[str, list[int]]:
+    """For each victim, points from the first to the last of what the second save does in the directory."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    codes = run_job(processes, path / "checkpoints", path / "aside", None, "all", False, signal.SIGKILL)
+    assert codes == [0] * WORLD_SIZE
+    seen = [int((path / "aside" / f"seen{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    assert seen[0] > KILLS and seen[1] > 3, "otherwise the kills below would test nothing"
+    counts = dict(zip(VICTIMS, [*seen, seen[0]], strict=True))
+    return {victim: [n * (count - 1) // (KILLS - 1) for n in range(KILLS)] for victim, count in counts.items()}
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_a_kill_at_any_point_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, points, number):
+    victim = VICTIMS[number % 3]
+    check_kill(processes, tmp_path, points[victim][number], victim, asynchronous=number % 2 == 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("point", POINTS)
-def test_every_kill_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, point, victim, asynchronous):
-    check_kill(processes, tmp_path, point, victim, asynchronous)
+@pytest.mark.parametrize("number", range(KILLS))
+def test_every_kill_leaves_the_previous_checkpoint_and_heals(processes, tmp_path, points, number, victim, asynchronous):
+    check_kill(processes, tmp_path, points[victim][number], victim, asynchronous)
 
 
 @pytest.mark.parametrize(("point", "asynchronous"), [(1, False), (5, True), (8, False)])
@@ -166,16 +188,16 @@ def test_a_terminated_job_aborts_cleanly(processes, tmp_path, point, asynchronou
     check_kill(processes, tmp_path, point, "all", asynchronous, signal.SIGTERM)
 
 
-def test_the_points_lie_before_within_and_after_the_save(processes, tmp_path):
+def test_the_points_lie_before_the_save_within_it_and_in_the_removal_of_the_last(processes, tmp_path, points):
     """Otherwise the kills above would test nothing."""
     found = []
-    for point in (0, 12, 24):
+    for point in (points["rank 0"][number] for number in (0, KILLS // 3, KILLS - 1)):
         folder, aside = tmp_path / f"c{point}", tmp_path / f"a{point}"
         codes = run_job(processes, folder, aside, point, "rank 0", False, signal.SIGKILL)
         assert codes[0] == -signal.SIGKILL, f"point {point} was never reached"
-        left = [path.name for path in folder.iterdir() if storage.is_leftover(path.name)]
-        found.append((CheckpointManager(folder, read_only=True).latest(), len(left)))
-    assert found == [(1, 0), (1, 1), (2, 0)]
+        left = [path.name.partition("-")[0] for path in folder.iterdir() if storage.is_leftover(path.name)]
+        found.append((CheckpointManager(folder, read_only=True).steps(), left))
+    assert found == [([1], []), ([1], ["step_00000002.unpublished"]), ([2], ["step_00000001.discarded"])]
 
 
 # ---------------------------------------------------------------- disks
@@ -348,6 +370,42 @@ def test_a_mismatch_is_no_damage_and_does_not_fall_back(two):
     with pytest.raises(ValueError, match="step_00000002 does not fit") as caught:
         two.load(model=nn.Linear(2, 2), fall_back=True)
     assert not isinstance(caught.value, DamagedCheckpointError | UnsafeCheckpointError)
+
+
+def worker_reading_fails(folder: str, number: int, places: list[str]) -> list[str]:
+    """What a load with fall_back says where one rank cannot open what it needs of step 2."""
+    texts = []
+    for place in places:
+        with CheckpointManager(folder, read_only=True) as checkpoints, pytest.MonkeyPatch.context() as patch:
+            open_inside = safe_reading.open_inside
+
+            def failing(directory, name, place=place, open_inside=open_inside):
+                if name.endswith(place) and directory.name == "step_00000002":
+                    raise OSError(number, os.strerror(number), str(directory / name))
+                return open_inside(directory, name)
+
+            if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+                patch.setattr(safe_reading, "open_inside", failing)
+                patch.setattr(storage, "open_inside", failing)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    texts.append(f"loaded {checkpoints.load(model=small_model(), fall_back=True)['step']}")
+                except OSError as problem:
+                    texts.append(str(problem))
+    return texts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_only_what_the_disk_cannot_read_is_damage(two, tmp_path, ranks, number, world_size):
+    for texts in ranks(world_size, worker_reading_fails, folder=str(tmp_path), number=number, places=list(FILES)):
+        assert len(texts) == 3
+        for name, text in zip(FILES, texts, strict=True):
+            if number == errno.EIO:
+                assert text == "loaded 1", name
+            else:
+                assert os.strerror(number) in text, name
 
 
 # ---------------------------------------------------------------- torchrun

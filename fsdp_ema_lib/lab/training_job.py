@@ -168,8 +168,8 @@ def run_job(job: Job) -> Status:
         ...     training = TrainingConfig(steps=4, eval_every=2, hidden=16, blocks=1, wrapper="none")
         ...     run_job(Job(training, Path(folder)))
         no checkpoint in ...: starting at step 1 of 4, on 1 rank
-        step 2: loss ..., saved
-        step 4: loss ..., saved
+        step 2: loss ..., being saved
+        step 4: loss ..., being saved
         finished at step 4; checkpoints of steps [2, 4] in ...
         'finished'
     """
@@ -274,7 +274,7 @@ def _refuse_other_settings(job: Job, path: Path, step: int, extra: Mapping[str, 
 
 
 def _go_on(job: Job, checkpoints: CheckpointManager, parts: Mapping[str, Any], stop: StopSignal, done: int) -> int:
-    """Train and save; returns the step that was reached and saved."""
+    """Train and save; returns the step that was reached, which is on disk once the manager is closed."""
     config = job.training
 
     def after_step(step: int, history: History) -> None:
@@ -283,7 +283,8 @@ def _go_on(job: Job, checkpoints: CheckpointManager, parts: Mapping[str, Any], s
             extra = {"settings": job.settings(), "loss": history.losses[-1], "world_size": dist.get_world_size()}
             checkpoints.save(step, **parts, extra=extra)
             done = step
-            _say(f"step {step}: loss {history.losses[-1]:.4f}, saved")
+            written = "being saved" if job.async_save else "saved"
+            _say(f"step {step}: loss {history.losses[-1]:.4f}, {written}")
 
     train(
         parts["model"],

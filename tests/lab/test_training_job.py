@@ -16,6 +16,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from fsdp_ema_lib import offline
+from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.lab.training import TrainingConfig
 from fsdp_ema_lib.lab.training_job import Job, StopSignal, app, run_job
 
@@ -110,7 +111,7 @@ def test_two_ranks_stop_at_one_step_where_one_is_told_to(ranks, tmp_path, wrappe
 def test_a_job_that_is_finished_has_nothing_left_to_do(tmp_path, capsys):
     run_job(job(tmp_path))
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.distcp")}
-    capsys.readouterr()
+    assert "step 12: loss" in (told := capsys.readouterr().out) and told.count(", being saved\n") == 3
     assert run_job(job(tmp_path)) == "finished"
     assert "going on after step 12 of 12" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.distcp")} == files
@@ -129,9 +130,16 @@ def test_damage_is_passed_over_loudly_and_the_job_ends_with_the_same_bits(tmp_pa
         assert run_job(job(damaged)) == "finished"
     texts = [str(warning.message) for warning in seen]
     assert any("the checkpoint of step 12 is damaged, going back to step 8" in text for text in texts), texts
-    assert any("replacing the damaged checkpoint of step 12" in text for text in texts), texts
+    assert any("checkpoints are set aside: 12 (now step_00000012.abandoned-" in text for text in texts), texts
     assert re.search(r"going on after step 8 of 12 .*, not from the newest \(12\)", capsys.readouterr().out)
     assert_bit_equal(damaged, straight)
+
+
+def test_going_on_from_a_named_step_leads_to_the_end_again(tmp_path):
+    run_job(job(tmp_path))
+    with pytest.warns(UserWarning, match="went on from step 4 and saves step 8.* set aside: 8 .*, 12 "):
+        assert run_job(job(tmp_path, resume="4")) == "finished"
+    assert CheckpointManager(tmp_path, read_only=True).steps() == [4, 8, 12]
 
 
 def test_one_step_can_be_named(tmp_path, capsys):
