@@ -115,9 +115,7 @@ class CheckpointManager:
         return sorted(
             step
             for step, path in found
-            # A name that a person wrote may have the digits of a step and yet not be the step's name.
-            if step is not None and path == self.path_of(step)
-            if not path.is_symlink() and (path / storage.MANIFEST).exists()
+            if step is not None and not path.is_symlink() and (path / storage.MANIFEST).exists()
         )
 
     def latest(self) -> int | None:

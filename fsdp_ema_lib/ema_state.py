@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ema_lib.decay import Schedule, from_config, to_config
 from fsdp_ema_lib.sharded_view import ShardedView
+from fsdp_ema_lib.storage import DamagedCheckpointError
 
 VERSION = 1
 # The settings travel in a tensor of this fixed size: any checkpoint reader can hold them, and none has to unpickle
@@ -69,13 +70,13 @@ def decode(tensor: Tensor) -> Config:
     """What `encode` wrote.
 
     Raises:
-        ValueError: not readable, or of a later version.
+        DamagedCheckpointError: not readable. ValueError: of a later version.
     """
     try:
         settings = json.loads(bytes(tensor.tolist()))
         version = int(settings["version"])
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"config: the settings in the EMA state are damaged ({problem!r})") from problem
+        raise DamagedCheckpointError(f"config: the settings in the EMA state are damaged ({problem!r})") from problem
     if version > VERSION:
         raise ValueError(
             f"config: the EMA state has version {version}, this library reads up to {VERSION}: update fsdp_ema_lib"
@@ -83,7 +84,7 @@ def decode(tensor: Tensor) -> Config:
     try:
         config = Config(**settings)
     except TypeError as problem:
-        raise ValueError(f"config: the settings in the EMA state are damaged ({problem})") from problem
+        raise DamagedCheckpointError(f"config: the settings in the EMA state are damaged ({problem})") from problem
     for what, least in (("start_after", 0), ("update_every", 1)):
         _check_count(getattr(config, what), what, least)
     return config
@@ -134,13 +135,15 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def _scalar(value: Any, what: str) -> Any:
     if not (isinstance(value, Tensor) and value.numel() == 1):
-        raise ValueError(f"{what}: the EMA state holds {value!r}, a tensor of one number was expected")
+        raise DamagedCheckpointError(f"{what}: the EMA state holds {value!r}, a tensor of one number was expected")
     return value.item()
 
 
 def _check_count(value: Any, what: str, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{what}: the EMA state holds {value!r}, a whole number of at least {least} was expected")
+        raise DamagedCheckpointError(
+            f"{what}: the EMA state holds {value!r}, a whole number of at least {least} was expected"
+        )
 
 
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Tensor]) -> list[str]:

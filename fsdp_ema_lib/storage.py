@@ -52,11 +52,12 @@ def step_of(name: str) -> int | None:
     """The step of which a directory of this name holds the checkpoint; None for any other name.
 
     Example:
-        >>> step_of(step_name(70)), step_of("step_7")
-        (70, None)
+        >>> step_of(step_name(70)), step_of("step_7"), step_of("step_0000000070")
+        (70, None, None)
     """
     found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    # A name that a person wrote may have the digits of a step and yet not be the step's name.
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
 
 
 def is_leftover(name: str) -> bool:
