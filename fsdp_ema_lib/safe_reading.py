@@ -10,10 +10,12 @@ import os
 import pickle
 import pickletools
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,34 @@ def _checked_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorag
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
         raise DamagedCheckpointError(f"{name}: its pieces hold {covered} of {math.prod(shape)} elements")
+    if not _tiled(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise DamagedCheckpointError(f"{name}: its pieces overlap, so that they leave a part of {shape} open")
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+
+
+def _tiled(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) inside a shape hold each of its elements exactly once.
+
+    The number of boxes over an element is a sum of steps, up at the start of each box and down at its end. It is one
+    everywhere if and only if the steps are those of the whole shape: taken along one dimension after the other, the
+    boxes' steps minus the whole's cancel out. No pair of boxes is compared.
+    """
+    filled = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
+    cut = [n for n in range(len(shape)) if any(sizes[n] != shape[n] for _, sizes in filled)]
+    # What is left of a box, dimension by dimension -> how often, minus the whole.
+    left: Counter[tuple[Any, ...]] = Counter(tuple((o[n], o[n] + s[n]) for n in cut) for o, s in filled)
+    if 0 not in shape:
+        left[tuple((0, shape[n]) for n in cut)] -= 1
+    most = (1 << 20) + 16 * len(left)
+    for _ in cut:
+        steps: Counter[tuple[Any, ...]] = Counter()
+        for ((start, end), *rest), count in left.items():
+            steps[(*rest, start)] += count
+            steps[(*rest, end)] -= count
+        left = Counter({key: count for key, count in steps.items() if count})
+        if len(left) > most:  # edges of pieces that lie side by side cancel: no layout leaves so many
+            return False
+    return not any(left.values())
 
 
 def _checked_place(info: Any, directory: Path, sizes: dict[str, int]) -> _StorageInfo:
@@ -322,6 +351,14 @@ def _refuse_what_no_file_holds(
                     f"{directory / METADATA}: refused {name}, which claims {least} bytes of the "
                     f"{held[index].length} that {held[index].relative_path} has for it"
                 )
+    # Else a million entries could each claim the one gigabyte that there is.
+    places = sorted(held.items(), key=lambda item: (item[1].relative_path, item[1].offset, item[1].length))
+    for (first, one), (second, other) in pairwise(places):
+        if one.relative_path == other.relative_path and one.offset + one.length > other.offset:
+            raise UnsafeCheckpointError(
+                f"{directory / METADATA}: refused {first.fqn} and {second.fqn}, which claim the same bytes of "
+                f"{one.relative_path}"
+            )
 
 
 def _text(value: Any) -> str:

@@ -1,6 +1,8 @@
 """What is on disk: nothing in it is executed, nothing reaches out of it, no memory is taken that it cannot fill."""
 
+import copy
 import io
+import math
 import os
 import pickle
 import pickletools
@@ -8,8 +10,10 @@ import random
 import resource
 import shutil
 import struct
+import time
 import zipfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,12 +22,13 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from trainings import small_model
 
 from fsdp_ema_lib import storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, find_tensor, read_metadata, scan_pickle
+from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, _tiled, find_tensor, read_metadata, scan_pickle
+from fsdp_ema_lib.sharded_view import interval_boxes
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 
@@ -281,6 +286,21 @@ def claim_gap(metadata):
     metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([1, 4])
 
 
+def claim_twice(metadata):
+    entry = metadata.state_dict_metadata["model.0.bias"]
+    first, second, _ = cut = [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(3)]
+    entry.chunks = [first, second, second]
+    for chunk in cut:
+        place = metadata.storage_data[MetadataIndex("model.0.bias", torch.Size([0]))]
+        metadata.storage_data[MetadataIndex("model.0.bias", chunk.offsets)] = copy.copy(place)
+
+
+def claim_same_bytes(metadata):
+    places = metadata.storage_data
+    for index in [index for index in places if index.fqn == "model.1.bias"]:
+        places[index] = next(place for other, place in places.items() if other.fqn == "model.0.bias")
+
+
 def claim_nowhere(metadata):
     metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "model.0.weight"}
 
@@ -297,6 +317,8 @@ def claim_nowhere(metadata):
             r"model.0.weight: a piece at \(0, 0\) of \(30, 40\) lies outside \(3, 4",
         ),
         (claim_gap, DamagedCheckpointError, "model.0.weight: its pieces hold 4 of 12 elements"),
+        (claim_twice, DamagedCheckpointError, r"model.0.bias: its pieces overlap, so that .* part of \(3,\) open"),
+        (claim_same_bytes, UnsafeCheckpointError, "refused model.[01].bias and model.[01].bias, which claim the same"),
         (claim_nowhere, DamagedCheckpointError, "model.0.weight is listed, but no file is said to hold it"),
     ],
 )
@@ -304,6 +326,52 @@ def test_sizes_that_the_files_cannot_hold_are_refused(saved, little_memory, chan
     change_metadata(saved, change)
     with pytest.raises(error, match=text):
         load_all(saved)
+
+
+@st.composite
+def boxes_in_a_shape(draw):
+    """Boxes that cut a shape: each again and again in two, or by the flat index as FSDP1 does."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=7)))
+    if draw(st.booleans()) and shape and math.prod(shape):
+        cuts = sorted({0, math.prod(shape), *draw(st.lists(st.integers(0, math.prod(shape)), max_size=6))})
+        return shape, [box for start, end in pairwise(cuts) for box in interval_boxes(shape, start, end)]
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 12)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        boxes.append((offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
+        boxes.append(
+            (
+                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
+                (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :]),
+            )
+        )
+    return shape, boxes
+
+
+@given(boxes_in_a_shape(), st.randoms())
+def test_pieces_that_cover_each_element_once_pass_and_no_others(cut, random):
+    shape, boxes = cut
+    assert _tiled(shape, boxes)
+    moved = [
+        (tuple(random.randint(0, n - s) for n, s in zip(shape, sizes, strict=True)), sizes)
+        if random.random() < 0.3
+        else (offsets, sizes)
+        for offsets, sizes in boxes
+    ]
+    covered = torch.zeros(shape, dtype=torch.int32)
+    for offsets, sizes in moved:
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert _tiled(shape, moved) == bool((covered == 1).all())
+
+
+def test_many_pieces_are_compared_in_little_time():
+    grid = [((x, y), (1, 1)) for x in range(300) for y in range(300)]
+    start = time.perf_counter()
+    assert _tiled((300, 300), grid)
+    assert not _tiled((300, 300), [*grid[:-1], grid[0]])
+    assert time.perf_counter() - start < 10  # 0.5 s; pair by pair it would be an hour
 
 
 @pytest.mark.parametrize(
