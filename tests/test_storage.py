@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from trainings import small_model
 
-from fsdp_ema_lib import storage
+from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, _tiled, find_tensor, read_metadata, scan_pickle
 from fsdp_ema_lib.sharded_view import interval_boxes
@@ -408,6 +408,117 @@ def test_entries_that_unpack_to_more_than_they_are_are_refused(saved, little_mem
         load_all(saved)
 
 
+def deflated_but_for_the_pickle(value) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(torch_saved(value))) as source, zipfile.ZipFile(stream, "w") as target:
+        for name in source.namelist():
+            plain = name.endswith("data.pkl")
+            target.writestr(name, source.read(name), zipfile.ZIP_STORED if plain else zipfile.ZIP_DEFLATED)
+    return stream.getvalue()
+
+
+def claimed_again_and_again(value) -> bytes:
+    """Many names for the values of one record."""
+    content = rezipped(value)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        record = next(record for record in archive.infolist() if record.filename.endswith("data/0"))
+        start = archive.start_dir
+        whole = len(archive.infolist())
+    end = bytearray(content[-22:])
+    listed = content[start:-22]
+    at = listed.index(record.filename.encode()) - 46
+    one = listed[at : at + 46 + len(record.filename)]
+    listed += b"".join(one[:46] + record.filename.replace("/0", f"/{n}").encode() for n in range(1, 10))
+    struct.pack_into("<HHL", end, 8, whole + 9, whole + 9, len(listed))
+    return content[:start] + listed + bytes(end)
+
+
+def seen_otherwise_by_torch(value) -> bytes:
+    """Python finds the directory of records by counting back from the end, torch from the first byte on."""
+    content = rezipped(value)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        start = archive.start_dir
+    return content[:start] + content[start:-22] + content[start:]
+
+
+def doubled(value) -> bytes:
+    stream = io.BytesIO(rezipped(value))
+    with zipfile.ZipFile(stream, "a") as archive:
+        archive.writestr("archive/DATA.PKL", archive.read("archive/data.pkl"))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("entry", ["model.0.weight", "scheduler"])
+@pytest.mark.parametrize(
+    ("pack", "text"),
+    [
+        (deflated_but_for_the_pickle, "which is compressed or claims"),
+        (claimed_again_and_again, r"refused records that claim \d+ bytes of the \d+ there are"),
+        (seen_otherwise_by_torch, "refused a zip file with"),
+        (doubled, "refused a zip file with doubled names"),
+    ],
+)
+def test_every_record_of_an_entry_is_what_it_seems(saved, little_memory, entry, pack, text):
+    value = torch.zeros(1 << 20)
+    replace_entry(saved, entry, pack(value if entry == "model.0.weight" else {"a": value}))
+    with pytest.raises(UnsafeCheckpointError, match=rf"{entry}: .*{text}"):
+        load_all(saved)
+
+
+class Position:
+    """A sampler or scheduler with a given state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_what_is_too_long_to_be_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(safe_reading, "_PICKLE_BYTES", 1000)
+    with pytest.raises(
+        TypeError, match="sampler.rank0 cannot be saved.*at most 1000 are read; .* belongs into a tensor"
+    ):
+        save_checkpoint(tmp_path / "a", model=model, sampler=Position({"order": list(range(1000))}))
+    assert list(tmp_path.iterdir()) == []
+    order = torch.randperm(10_000)
+    save_checkpoint(tmp_path / "a", model=model, sampler=Position({"order": order}))
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=model, sampler=found)
+    assert torch.equal(found.state["order"], order)
+    monkeypatch.setattr(safe_reading, "_BYTES_ENTRY", 1000)
+    with pytest.raises(UnsafeCheckpointError, match="sampler.rank0: refused a byte entry of"):
+        load_checkpoint(tmp_path / "a", model=model, sampler=found)
+    with pytest.raises(TypeError, match="sampler.rank0 cannot be saved.*refused a byte entry of"):
+        save_checkpoint(tmp_path / "b", model=model, sampler=Position({"order": order}))
+
+
+def test_a_sampler_of_many_samples_saves_and_loads(tmp_path):
+    """Twice the 64 MiB that names and single numbers would fill."""
+    order = torch.arange(17_000_000)
+    save_checkpoint(tmp_path / "a", model=small_model(), sampler=Position({"order": order}))
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=small_model(), sampler=found)
+    assert torch.equal(found.state["order"], order)
+
+
+def test_a_scheduler_is_saved_where_torch_computes_no_checksums(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(tmp_path / "a", model=small_model(), scheduler=Position({"epoch": 3}))
+    finally:
+        torch.serialization.set_crc32_options(before)
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=small_model(), scheduler=found, verify=True)
+    assert found.state == {"epoch": 3}
+
+
 def test_a_tensor_larger_than_its_storage_or_other_than_listed_is_refused(saved):
     def shorter(name, data):
         return data[:-4] if name.endswith("data/0") else data
@@ -452,7 +563,11 @@ def test_tensors_of_every_dtype_and_order_come_back(tmp_path):
         "empty": torch.zeros(0, 4),
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         "transposed": torch.randn(6, 4).t(),
+        "conjugated": torch.randn(4, 3, dtype=torch.complex64).conj(),
+        "conjugated and transposed": torch.randn(4, 3, dtype=torch.complex64).t().conj(),
+        "negated": torch.randn(5, dtype=torch.complex128).conj().imag,
     }
+    assert tensors["conjugated"].is_conj() and tensors["negated"].is_neg()
     model = nn.Module()
     for name, tensor in tensors.items():
         model.register_buffer(name.replace(".", "_"), tensor)
@@ -465,9 +580,11 @@ def test_tensors_of_every_dtype_and_order_come_back(tmp_path):
     load_checkpoint(tmp_path / "a", model=other)
     for name, buffer in model.named_buffers():
         loaded = other.get_buffer(name)
-        assert loaded.dtype == buffer.dtype and loaded.stride() == buffer.stride(), name
+        assert loaded.dtype == buffer.dtype and loaded.stride() == torch.empty_like(buffer).stride(), name
+        buffer = buffer.resolve_conj().resolve_neg()
         same = loaded.contiguous().view(-1).view(torch.uint8) == buffer.contiguous().view(-1).view(torch.uint8)
         assert bool(same.all()), name
+        assert torch.equal(offline.open_saved(tmp_path / "a").read(f"model.{name}"), buffer), name
 
 
 def test_where_a_tensor_lies_in_its_file_is_found_exactly(saved):
