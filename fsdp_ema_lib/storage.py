@@ -324,14 +324,23 @@ def open_inside(directory: Path, name: str) -> int:
         raise UnsafeCheckpointError(f"{directory}: refused the file name {name!r}, which is not a plain one")
     path = directory / name
     try:
-        # Non-blocking: to open a planted named pipe would otherwise wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path, os.O_NOFOLLOW)
     except OSError:
         if path.is_symlink():
             raise UnsafeCheckpointError(
                 f"{path}: refused a symlink to {os.readlink(path)}; a checkpoint's files lie in its own directory"
             ) from None
         raise
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """A descriptor for reading a regular file, never of a device or a pipe, which might not end.
+
+    Raises:
+        UnsafeCheckpointError: it is none.
+    """
+    # Non-blocking: to open a planted named pipe would otherwise wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnsafeCheckpointError(f"{path}: refused, it is not a regular file")
