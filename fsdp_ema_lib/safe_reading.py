@@ -608,21 +608,27 @@ def read_bytes(descriptor: int, position: int, into: Tensor, where: str) -> None
         buffer, position = buffer[count:], position + count
 
 
-def read_object(descriptor: int, info: _StorageInfo, where: str) -> Any:
+def read_object(descriptor: int, info: _StorageInfo, where: str, map_location: str | None = None) -> Any:
     """The numbers, names, containers and tensors of a byte entry.
+
+    Args:
+        descriptor: of the open file.
+        info: where in it the entry is.
+        where: what it is, for the error.
+        map_location: device of the tensors; None for those that they were saved from.
 
     Raises:
         UnsafeCheckpointError: it holds anything else, naming the class. DamagedCheckpointError: it is not readable.
     """
-    return _object(_opened(descriptor, info), info.length, where)
+    return _object(_opened(descriptor, info), info.length, where, map_location)
 
 
-def _object(stream: io.BufferedIOBase, length: int, where: str) -> Any:
+def _object(stream: io.BufferedIOBase, length: int, where: str, map_location: str | None) -> Any:
     if length > _BYTES_ENTRY:
         raise UnsafeCheckpointError(f"{where}: refused a byte entry of {length} bytes, at most {_BYTES_ENTRY} are read")
     scan_pickle(_pickled(stream, _locator(stream, length, where), where), where, _ENTRY_GLOBALS)
     stream.seek(0)
-    return load_weights_only(stream, where)
+    return load_weights_only(stream, where, map_location=map_location)
 
 
 def refuse_unreadable_object(value: Any, where: str) -> None:
@@ -630,7 +636,7 @@ def refuse_unreadable_object(value: Any, where: str) -> None:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        _object(stream, stream.tell(), where)
+        _object(stream, stream.tell(), where, "cpu")
     except Exception as problem:
         raise TypeError(f"{where} cannot be saved, because no load would accept it: {problem}") from problem
 

@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 import uuid
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -232,17 +233,30 @@ def check_sums(path: Path, manifest: Mapping[str, Any], names: Iterable[str] | N
     Args:
         path: the checkpoint.
         manifest: as `read_manifest` returns it.
-        names: of the files to check; None for all. Files that were saved without a checksum are passed over.
+        names: of the files to check; None for all. Those that were saved without a checksum are passed over, with a
+            warning.
 
     Raises:
         DamagedCheckpointError: naming every file that differs.
     """
-    wanted = [name for name in (manifest["files"] if names is None else names) if "crc32" in manifest["files"][name]]
+    names = list(manifest["files"] if names is None else names)
+    wanted = checksummed(manifest, names)
+    if len(wanted) < len(names):
+        warnings.warn(
+            f"{path}: {len(names) - len(wanted)} files were saved without a checksum (checksums=False): their sizes "
+            f"alone are compared, and a flipped bit loads as if it were right",
+            stacklevel=3,
+        )
     _raise_damaged(
         f"{path / name}: its checksum is {crc}, the manifest says {manifest['files'][name]['crc32']}"
         for name, crc in _crc32s(path, wanted).items()
         if crc != manifest["files"][name]["crc32"]
     )
+
+
+def checksummed(manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of the files for which the manifest has a checksum."""
+    return [name for name in names if "crc32" in manifest["files"][name]]
 
 
 def _raise_damaged(faults: Iterable[str]) -> None:
