@@ -118,7 +118,16 @@ def set_aside(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name for a file that replaces `path` in one step when the block ends without an error."""
+    """A temporary name for a file that replaces `path` in one step when the block ends without an error.
+
+    Raises:
+        FileExistsError: `path` is a directory, a device or a pipe, before the block.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode) and not stat.S_ISLNK(mode):
+        # As root, an export to /dev/null would put a file in its place.
+        raise FileExistsError(
+            f"{path} is a directory, a device or a pipe, which no file replaces. Choose another name."
+        )
     temporary = path.parent / f".{path.name}{_UNPUBLISHED}{uuid.uuid4().hex}"
     try:
         yield temporary
@@ -400,16 +409,45 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_manifest(manifest: Any) -> None:
+    """Raise one of the errors that `read_manifest` translates unless everything that is read of it later is there."""
     if _whole(manifest["world_size"]) < 1:
         raise ValueError("world_size is not positive")
     _whole(manifest["step"])
+    if not 0 <= manifest["saved_at"] < 1 << 40:
+        raise ValueError(f"saved_at is no time: {manifest['saved_at']!r}")
     for name, facts in manifest["files"].items():
         _whole(facts["size"])
-        if not isinstance(facts.get("crc32", ""), str):
-            raise TypeError(f"the checksum of {name} is no string")
+        _instance(facts.get("crc32", ""), str, f"the checksum of {name}")
     for section in ("extra", "model", "optimizer", "emas"):
-        if not isinstance(manifest[section], dict):
-            raise TypeError(f"{section} is no object")
+        _instance(manifest[section], dict, section)
+    if model := manifest["model"]:
+        for part in ("names", "buffers"):
+            _instances(_instance(model[part], list, part), str, part)
+        _instances(_instance(model["tied"], dict, "tied").values(), str, "tied")
+        for count in _instance(model["sharding"], dict, "sharding").values():
+            _whole(count)
+    if optimizer := manifest["optimizer"]:
+        _instance(optimizer["class"], str, "class")
+        _instance(optimizer["values"], dict, "values")
+        for group in _instance(optimizer["groups"], list, "groups"):
+            _instances(_instance(group["parameters"], list, "parameters"), str, "parameters")
+            # Settings are put into the group: they must not replace what it steps.
+            if "params" in _instance(group["settings"], dict, "settings"):
+                raise ValueError("params are no setting")
+    for average in manifest["emas"].values():
+        _whole(average["num_updates"])
+        _instance(average["decay"], dict, "decay")
+
+
+def _instance(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}: {kind.__name__} was expected, found {type(value).__name__}")
+    return value
+
+
+def _instances(values: Iterable[Any], kind: type, what: str) -> None:
+    for value in values:
+        _instance(value, kind, what)
 
 
 def _whole(value: Any) -> int:

@@ -9,6 +9,9 @@ import struct
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import mutated
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trainings import Training, differences, small_model
@@ -77,6 +80,18 @@ def test_one_file_is_enough_where_everything_fits(tmp_path):
         export_safetensors(tmp_path / "out", EMA_FSDP(model), model, max_shard_size="1MB")
     with pytest.raises(ValueError, match="max_shard_size must be a positive number of bytes.*got '5 parsecs'"):
         export_safetensors(tmp_path / "b", EMA_FSDP(model), model, max_shard_size="5 parsecs")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_an_export_replaces_no_pipe_device_or_directory(tmp_path, make):
+    model = small_model()
+    make(tmp_path / "a")
+    before = os.lstat(tmp_path / "a")
+    with pytest.raises(FileExistsError, match="a is a directory, a device or a pipe, which no file replaces"):
+        export_safetensors(tmp_path / "a", EMA_FSDP(model), model)
+    after = os.lstat(tmp_path / "a")
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def worker_failed_export(folder: str) -> list[str]:
@@ -388,3 +403,39 @@ def test_pt_files_are_opened_without_running_anything(tmp_path):
     import_pt(tmp_path / "d.pt", model)
     assert torch.equal(model.weight, torch.ones(2, 2))
     assert full_live_weights(model)["bias"].abs().sum() == 0
+
+
+# ---------------------------------------------------------------- mutations
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A directory with an index and two shards, a .pt file, and what is in them."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    torch.manual_seed(3)
+    state = {name: tensor.clone() for name, tensor in small_model().state_dict().items()}
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    write_stream(folder / "hf", entries, iter(state.items()), 60, {})
+    (folder / "pt").mkdir()
+    torch.save({"generator": state, "step": 3, "args": {"lr": 0.5, "names": ["a", None]}}, folder / "pt" / "a.pt")
+    return {kind: {file.name: file.read_bytes() for file in (folder / kind).iterdir()} for kind in ("hf", "pt")}, state
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from(["hf", "pt"]))
+def test_any_mutation_of_a_file_gives_tensors_of_the_right_kind_or_a_clean_error(written, tmp_path, data, kind):
+    files, state = written[0][kind], written[1]
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = mutated(data, files[name], sorted(files.values()))
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    for file, original in files.items():
+        (tmp_path / file).write_bytes(content if file == name else original)
+    model = small_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        (import_safetensors(tmp_path, model) if kind == "hf" else import_pt(tmp_path / "a.pt", model))
+    except (ValueError, KeyError, UnsafeCheckpointError, OSError):
+        assert differences(dict(model.state_dict()), before) == []
+        return
+    assert {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}

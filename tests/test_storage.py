@@ -19,14 +19,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import mutated
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from trainings import small_model
+from trainings import differences, small_model
+from typer.testing import CliRunner
 
 from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.lab import offline_cli
 from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, _tiled, find_tensor, read_metadata, scan_pickle
 from fsdp_ema_lib.sharded_view import interval_boxes
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
@@ -499,8 +504,8 @@ def test_what_is_too_long_to_be_read_is_refused_when_it_is_saved(tmp_path, monke
 
 
 def test_a_sampler_of_many_samples_saves_and_loads(tmp_path):
-    """Twice the 64 MiB that names and single numbers would fill."""
-    order = torch.arange(17_000_000)
+    """An order of nine million, as 72 MB of tensor."""
+    order = torch.arange(9_000_000)
     save_checkpoint(tmp_path / "a", model=small_model(), sampler=Position({"order": order}))
     found = Position(None)
     load_checkpoint(tmp_path / "a", model=small_model(), sampler=found)
@@ -630,18 +635,7 @@ def test_any_mutation_without_checksums_gives_a_clean_error_or_tensors_of_the_ri
 def check_mutation(real_checkpoint, data, verify):
     path, files, expected = real_checkpoint
     name = data.draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
-    kind = data.draw(st.sampled_from(["bytes", "cut", "insert", "other file"]))
-    if kind == "bytes":
-        for _ in range(data.draw(st.integers(1, 4))):
-            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    elif kind == "cut":
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    elif kind == "insert":
-        at = data.draw(st.integers(0, len(content)))
-        content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
-    else:
-        content = bytearray(files[data.draw(st.sampled_from(sorted(files)))])
+    content = mutated(data, files[name], list(files.values()))
     for file, original in files.items():
         (path / file).write_bytes(content if file == name else original)
     if not verify and name != storage.MANIFEST:
@@ -658,6 +652,138 @@ def check_mutation(real_checkpoint, data, verify):
     if verify and name != storage.MANIFEST:
         assert found == {"step": 3, "extra": {"a": 1}}
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+CLEAN = (ValueError, UnsafeCheckpointError, OSError)
+
+
+class Whole:
+    """A training with everything that a checkpoint can hold, and how to tell whether it changed."""
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(steps)
+        self.model = small_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * steps)
+        self.ema = EMA_FSDP(self.model)
+        self.scheduler = Position({"epoch": steps, "milestones": [1, 2, 3], "name": "cosine"})
+        self.sampler = Position({"order": torch.arange(5) + steps, "seen": {"a": 1.5 * steps, "b": (None, True)}})
+        for _ in range(steps):
+            self.model(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
+            self.ema.update(self.model)
+
+    def parts(self) -> dict:
+        names = ("model", "optimizer", "ema", "scheduler", "sampler")
+        return {name: getattr(self, name) for name in names}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.state_dict()) | {f"ema.{name}": t for name, t in self.ema.shadow.items()}
+        for number, state in enumerate(self.optimizer.state.values()):
+            found |= {f"optimizer.{number}.{key}": value for key, value in state.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def objects(self) -> str:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return repr([groups, self.scheduler.state, self.sampler.state])
+
+    def check_load(self, path: Path, **options) -> bool:
+        """Load; whether it succeeded. If not, the error is a clean one and nothing changed."""
+        before, objects = self.tensors(), self.objects()
+        try:
+            load_checkpoint(path, **self.parts(), **options)
+        except CLEAN:
+            assert differences(self.tensors(), before) == [] and self.objects() == objects
+            return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def whole_checkpoint(tmp_path_factory):
+    """A checkpoint of everything, its files, and the training that it was saved from."""
+    training = Whole(2)
+    path = tmp_path_factory.mktemp("fuzz") / "whole"
+    save_checkpoint(path, **training.parts(), step=3, extra={"a": [1, {"b": None}]})
+    return path, {file.name: file.read_bytes() for file in path.iterdir()}, training
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just(10**30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def change_somewhere(data, tree) -> None:
+    """Replace, remove or add something anywhere in nested lists and dicts."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    if keys and data.draw(st.booleans(), "deeper"):
+        inner = tree[data.draw(st.sampled_from(keys))]
+        if isinstance(inner, dict | list):
+            change_somewhere(data, inner)
+            return
+    if keys and data.draw(st.booleans(), "there"):
+        key = data.draw(st.sampled_from(keys))
+        if data.draw(st.booleans(), "remove"):
+            del tree[key]
+        else:
+            tree[key] = data.draw(JSON)
+    elif isinstance(tree, dict):
+        tree[data.draw(st.sampled_from(["params", "lr", "0.weight", "0.weight.step", "0", ""]))] = data.draw(JSON)
+    else:
+        tree.insert(0, data.draw(JSON))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_manifest_with_a_right_checksum_of_its_own_gives_the_right_data_or_a_clean_error(whole_checkpoint, data):
+    path, files, training = whole_checkpoint
+    for file, original in files.items():
+        (path / file).write_bytes(original)
+    manifest = storage.read_manifest(path)
+    change_somewhere(data, manifest)
+    (path / storage.MANIFEST).unlink()
+    storage.write_manifest(path, manifest)
+    loaded = Whole(1)
+    if loaded.check_load(path):
+        assert differences(loaded.tensors(), training.tensors()) == []
+        assert loaded.optimizer.param_groups[0]["params"] == list(loaded.model.parameters())
+    look_offline(path, (KeyError,))
+
+
+def look_offline(path: Path, more: tuple = ()) -> None:
+    """Whatever a process without the model does: a result or a clean error, and a word about it."""
+    output = path.parent / "exported"  # an export replaces whatever has the name
+    for look in (offline.verify, lambda path: offline.diff(path, path), lambda path: offline.export(path, output)):
+        try:
+            look(path)
+        except (*CLEAN, *more):
+            continue
+    app = typer.Typer()
+    offline_cli.register(app)
+    told = CliRunner().invoke(app, ["inspect", str(path)])
+    assert told.exit_code in (0, 1) and (told.exception is None or isinstance(told.exception, SystemExit)), told
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutation_of_what_is_no_tensor_gives_a_clean_error_or_something_plain(whole_checkpoint, data):
+    path, files, training = whole_checkpoint
+    for file, original in files.items():
+        (path / file).write_bytes(original)
+    places = read_metadata(path).storage_data
+    info = places[MetadataIndex(data.draw(st.sampled_from(["scheduler", "sampler.rank0"])))]
+    content = bytearray(files[info.relative_path])
+    part = slice(info.offset, info.offset + info.length)
+    other = bytes(content[: info.length])  # of a tensor
+    changed = mutated(data, bytes(content[part]), [other])
+    content[part] = changed[: info.length].ljust(info.length, b"\0")
+    (path / info.relative_path).write_bytes(content)
+    assert Whole(1).check_load(path, verify=True) == (content == files[info.relative_path])
+    relabel(path)
+    loaded = Whole(1)
+    if loaded.check_load(path):
+        assert differences(loaded.tensors(), training.tensors()) == []
+    look_offline(path)
 
 
 # ---------------------------------------------------------------- checksums
