@@ -224,5 +224,7 @@ def of_rank(rank: int, entry: str) -> str:
 
 
 def _digest(tensor: Tensor) -> int:
-    values = local_of(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # Of a view that conjugates or negates, torch shows no bytes.
+    plain = local_of(tensor).detach().cpu().resolve_conj().resolve_neg()
+    values = plain.contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(values.numpy().data)

@@ -5,7 +5,8 @@ At most one tensor is in memory at a time (two when checkpoints are compared).
 
 import math
 import os
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from fsdp_ema_lib import storage
 from fsdp_ema_lib.full_state import check_export_dtype
-from fsdp_ema_lib.safe_reading import find_tensor, read_box, read_metadata, refuse_other_than_listed
+from fsdp_ema_lib.safe_reading import find_tensor, read_box, read_metadata, read_object, refuse_other_than_listed
 from fsdp_ema_lib.safetensors_io import write_stream
+from fsdp_ema_lib.storage import DamagedCheckpointError
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,23 @@ class Saved:
             finally:
                 os.close(descriptor)
         return full
+
+    def objects(self) -> list[str]:
+        """The names of the entries that are no tensors, in order."""
+        return sorted(self.metadata.state_dict_metadata.keys() - self.tensors().keys())
+
+    def read_object(self, name: str) -> Any:
+        """One entry that is no tensor: numbers, names, containers and tensors.
+
+        Raises:
+            KeyError: no such entry. DamagedCheckpointError, UnsafeCheckpointError: as when loading.
+        """
+        info = self.metadata.storage_data[MetadataIndex(name)]
+        descriptor = storage.open_inside(self.path, info.relative_path)
+        try:
+            return read_object(descriptor, info, f"{self.path / info.relative_path}, {name}", "cpu")
+        finally:
+            os.close(descriptor)
 
 
 def open_saved(path: str | Path) -> Saved:
@@ -112,7 +131,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     found["sharding"] = saved.manifest["model"].get("sharding", {})
     found["optimizer"] = saved.manifest["optimizer"].get("class")
     found["bytes_on_disk"] = sum(facts["size"] for facts in saved.manifest["files"].values())
-    found["objects"] = sorted(set(saved.metadata.state_dict_metadata) - set(saved.tensors()))
+    found["objects"] = saved.objects()
     found["entries"] = entries
     return found
 
@@ -121,15 +140,22 @@ def verify(path: str | Path) -> dict[str, Any]:
     """Compare sizes and checksums with the manifest, and read the metadata.
 
     Returns:
-        `path`, `files` and `bytes` that were compared.
+        `path`; `files` and `bytes` whose checksums were compared; `unsealed`: how many files were saved without one
+        (`checksums=False`), of which nothing but the size is known to be right.
 
     Raises:
         As `open_saved`; DamagedCheckpointError with every damaged file.
     """
     saved = open_saved(path)
-    storage.check_sums(saved.path, saved.manifest)
     files = saved.manifest["files"]
-    return {"path": str(saved.path), "files": len(files), "bytes": sum(facts["size"] for facts in files.values())}
+    compared = storage.checksummed(saved.manifest, files)
+    storage.check_sums(saved.path, saved.manifest, compared)
+    return {
+        "path": str(saved.path),
+        "files": len(compared),
+        "bytes": sum(files[name]["size"] for name in compared),
+        "unsealed": len(files) - len(compared),
+    }
 
 
 def export(
@@ -193,29 +219,53 @@ def export(
 def diff(first: str | Path, second: str | Path) -> dict[str, Any]:
     """Where two checkpoints differ, whatever layouts saved them.
 
+    Compared are all entries, the step, `extra`, and what the manifest has of the optimizer; not when, where and by
+    which versions they were saved.
+
     Returns:
-        `only_first`, `only_second`: names; `differing`: for each entry that is not bit-equal its `name` and either both
-        shapes and dtypes, or the number of `elements` that differ and the largest `difference`; `equal`: how many are.
+        `only_first`, `only_second`: names of entries; `differing`: for each entry, or part of the manifest, that is not
+        bit-equal its `name` and either both shapes and dtypes, the number of `elements` that differ and the largest
+        `difference`, or `first` and `second`, the first difference as text; `equal`: how many entries are.
 
     Raises:
         As `open_saved`.
     """
     a, b = open_saved(first), open_saved(second)
-    mine, theirs = a.tensors(), b.tensors()
-    differing = list(_differences(a, b, sorted(mine.keys() & theirs.keys())))
+    mine, theirs = (saved.metadata.state_dict_metadata.keys() for saved in (a, b))
+    differing = list(_differences(a, b, sorted(mine & theirs)))
+    equal = len(mine & theirs) - len(differing)
     return {
         "first": str(a.path),
         "second": str(b.path),
-        "only_first": sorted(mine.keys() - theirs.keys()),
-        "only_second": sorted(theirs.keys() - mine.keys()),
-        "differing": differing,
-        "equal": len(mine.keys() & theirs.keys()) - len(differing),
+        "only_first": sorted(mine - theirs),
+        "only_second": sorted(theirs - mine),
+        "differing": list(_differences_of_objects(_described(a), _described(b))) + differing,
+        "equal": equal,
+    }
+
+
+def _described(saved: Saved) -> dict[str, Any]:
+    """What the manifest says about the training's state, whatever saved it."""
+    optimizer = saved.manifest["optimizer"]
+    return {
+        "step": saved.manifest["step"],
+        "extra": saved.manifest["extra"],
+        "optimizer class": optimizer.get("class"),
+        "optimizer settings": {n: g["settings"] for g in optimizer.get("groups", ()) for n in g["parameters"]},
+        "optimizer values": optimizer.get("values", {}),
     }
 
 
 def _differences(a: Saved, b: Saved, names: list[str]) -> Iterator[dict[str, Any]]:
     mine, theirs = a.tensors(), b.tensors()
+    both = (("first", mine), ("second", theirs))
     for name in names:
+        if name not in mine and name not in theirs:
+            yield from _differences_of_objects({name: a.read_object(name)}, {name: b.read_object(name)})
+            continue
+        if name not in mine or name not in theirs:
+            yield {"name": name, **{which: "a tensor" if name in found else "no tensor" for which, found in both}}
+            continue
         kinds = [(list(e.size), str(e.properties.dtype).removeprefix("torch.")) for e in (mine[name], theirs[name])]
         if kinds[0] != kinds[1]:
             yield {"name": name, "first": kinds[0], "second": kinds[1]}
@@ -228,5 +278,47 @@ def _differences(a: Saved, b: Saved, names: list[str]) -> Iterator[dict[str, Any
             yield {"name": name, "elements": int(unequal.sum()), "difference": float(distance)}
 
 
+def _differences_of_objects(first: dict[str, Any], second: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in first:
+        try:
+            found = _first_difference(first[name], second[name])
+        except RecursionError as problem:
+            raise DamagedCheckpointError(f"{name}: nested too deeply to be compared, or inside itself") from problem
+        if found is not None:
+            yield {"name": name, "first": found[0], "second": found[1]}
+
+
+def _first_difference(x: Any, y: Any, at: str = "") -> tuple[str, str] | None:
+    """Where two objects differ first, as text of both; None if they are bit-equal."""
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        for key in {**x, **y}:
+            if key not in x or key not in y:
+                there, missing = f"{at}[{key!r}] is there", f"{at}[{key!r}] is missing"
+                return (there, missing) if key in x else (missing, there)
+            if (found := _first_difference(x[key], y[key], f"{at}[{key!r}]")) is not None:
+                return found
+        return None
+    if isinstance(x, list | tuple) and type(x) is type(y) and len(x) == len(y):
+        parts = (_first_difference(one, other, f"{at}[{n}]") for n, (one, other) in enumerate(zip(x, y, strict=True)))
+        return next((found for found in parts if found is not None), None)
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        same = (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(_bytes(x), _bytes(y))
+    else:
+        # 0.0 and -0.0 are equal, and a NaN is not even itself: their texts tell what their bits are.
+        same = type(x) is type(y) and (repr(x) == repr(y) if isinstance(x, float | complex) else bool(x == y))
+    if same:
+        return None
+    before = f"{at} = " if at else ""
+    return before + reprlib.repr(x), before + reprlib.repr(y)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.dtype.itemsize)
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .view(-1, tensor.dtype.itemsize)
+    )

@@ -10,10 +10,11 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ METADATA = ".metadata"
 # torch.distributed.checkpoint logs every key of the dict that it gets: it gets this one, over all entries.
 ENTRIES = "entries"
 _METADATA_BYTES = 1 << 30
-_PICKLE_BYTES = 1 << 24  # of the pickle inside one entry
-_BYTES_ENTRY = 1 << 26
+_PICKLE_BYTES = 1 << 24  # of the pickle inside one entry: a byte of it can make an object of 64
+_BYTES_ENTRY = 1 << 32
 
 _DCP = "torch.distributed.checkpoint."
 _RECORDS = frozenset(
@@ -80,6 +81,7 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
+_COMPLEX_OR_ITS_PARTS = (torch.complex128, torch.complex64, torch.float64, torch.float32)
 # Opcodes that build plain data, call what find_class let pass, and refer back. The others either never stand in a
 # checkpoint or make room for as many bytes as they say (BYTEARRAY8).
 _OPCODES = frozenset(
@@ -284,7 +286,34 @@ def _checked_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorag
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
         raise DamagedCheckpointError(f"{name}: its pieces hold {covered} of {math.prod(shape)} elements")
+    if not _tiled(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise DamagedCheckpointError(f"{name}: its pieces overlap, so that they leave a part of {shape} open")
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+
+
+def _tiled(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) inside a shape hold each of its elements exactly once.
+
+    The number of boxes over an element is a sum of steps, up at the start of each box and down at its end. It is one
+    everywhere if and only if the steps are those of the whole shape: taken along one dimension after the other, the
+    boxes' steps minus the whole's cancel out. No pair of boxes is compared.
+    """
+    filled = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
+    cut = [n for n in range(len(shape)) if any(sizes[n] != shape[n] for _, sizes in filled)]
+    # What is left of a box, dimension by dimension -> how often, minus the whole.
+    left: Counter[tuple[Any, ...]] = Counter(tuple((o[n], o[n] + s[n]) for n in cut) for o, s in filled)
+    if 0 not in shape:
+        left[tuple((0, shape[n]) for n in cut)] -= 1
+    most = (1 << 20) + 16 * len(left)
+    for _ in cut:
+        steps: Counter[tuple[Any, ...]] = Counter()
+        for ((start, end), *rest), count in left.items():
+            steps[(*rest, start)] += count
+            steps[(*rest, end)] -= count
+        left = Counter({key: count for key, count in steps.items() if count})
+        if len(left) > most:  # edges of pieces that lie side by side cancel: no layout leaves so many
+            return False
+    return not any(left.values())
 
 
 def _checked_place(info: Any, directory: Path, sizes: dict[str, int]) -> _StorageInfo:
@@ -322,6 +351,14 @@ def _refuse_what_no_file_holds(
                     f"{directory / METADATA}: refused {name}, which claims {least} bytes of the "
                     f"{held[index].length} that {held[index].relative_path} has for it"
                 )
+    # Else a million entries could each claim the one gigabyte that there is.
+    places = sorted(held.items(), key=lambda item: (item[1].relative_path, item[1].offset, item[1].length))
+    for (first, one), (second, other) in pairwise(places):
+        if one.relative_path == other.relative_path and one.offset + one.length > other.offset:
+            raise UnsafeCheckpointError(
+                f"{directory / METADATA}: refused {first.fqn} and {second.fqn}, which claim the same bytes of "
+                f"{one.relative_path}"
+            )
 
 
 def _text(value: Any) -> str:
@@ -352,6 +389,7 @@ class StoredTensor:
     Attributes:
         start: byte of the file at which its storage begins; nbytes: of the storage.
         offset, shape, stride: of the tensor in the storage, in elements.
+        conjugated, negated: whether what is stored still has to be.
     """
 
     dtype: torch.dtype
@@ -360,6 +398,8 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugated: bool
+    negated: bool
 
 
 class _Window(io.RawIOBase):
@@ -416,68 +456,123 @@ class _TensorUnpickler(pickle.Unpickler):
         return pid
 
 
-@contextmanager
-def _entry(descriptor: int, info: _StorageInfo, where: str) -> Iterator[Callable[[str, int], tuple[int, int]]]:
-    """The zip file that torch.save made of one entry; yields a function from a record to its (start, size)."""
+def packed_as_by_torch(archive: zipfile.ZipFile, size: int, where: str) -> dict[str, zipfile.ZipInfo]:
+    """The records of a zip file that torch.save wrote, by the part of their names that torch looks for.
+
+    Torch reads them with a library of its own, by names without regard to case, at places counted from the first byte:
+    where the two could see different records, the file is refused.
+
+    Args:
+        archive: the zip file.
+        size: its bytes.
+        where: what it is, for the error.
+
+    Raises:
+        UnsafeCheckpointError: a record is compressed, the records claim more than the file has, or it is laid out as
+            torch.save never does.
+    """
+    records = archive.infolist()
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 or record.file_size > size:
+            raise UnsafeCheckpointError(
+                f"{where}: refused {record.filename.partition('/')[2]}, which is compressed or claims "
+                f"{record.file_size} bytes of the {size} there are"
+            )
+    claimed = sum(record.file_size for record in records)
+    if claimed > size:
+        raise UnsafeCheckpointError(f"{where}: refused records that claim {claimed} bytes of the {size} there are")
+    folders = {record.filename.partition("/")[0] for record in records}
+    distinct = {record.filename.lower() for record in records}
+    first = min((record.header_offset for record in records), default=0)
+    if len(folders) > 1 or len(distinct) < len(records) or first > 0 or archive.comment:
+        raise UnsafeCheckpointError(
+            f"{where}: refused a zip file with doubled names, several folders or bytes outside its records, which "
+            f"torch.save does not write"
+        )
+    return {record.filename.partition("/")[2]: record for record in records}
+
+
+def _locator(stream: io.BufferedIOBase, length: int, where: str) -> Callable[[str], tuple[int, int]]:
+    """A function from a record of the zip file that torch.save made of one entry to its (start, size)."""
     try:
-        archive = zipfile.ZipFile(io.BufferedReader(_Window(descriptor, info.offset, info.length), 4096))
-        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        archive = zipfile.ZipFile(stream)
+        records = packed_as_by_torch(archive, length, where)
+    except UnsafeCheckpointError:
+        raise
     except Exception as problem:
         raise DamagedCheckpointError(f"{where}: not a readable entry ({problem})") from problem
 
-    def locate(name: str, most: int) -> tuple[int, int]:
+    def locate(name: str) -> tuple[int, int]:
         record = records.get(name)
         if record is None:
             raise DamagedCheckpointError(f"{where}: the entry has no {name}")
-        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 or record.file_size > most:
-            raise UnsafeCheckpointError(
-                f"{where}: refused {name}, which is compressed or claims {record.file_size} bytes of at most {most}"
-            )
-        head = os.pread(descriptor, 30, info.offset + record.header_offset)
+        stream.seek(record.header_offset)
+        head = stream.read(30)
         if len(head) < 30 or head[:4] != b"PK\3\4":
             raise DamagedCheckpointError(f"{where}: {name} does not start where the entry says")
         skip = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         start = record.header_offset + skip
-        if start + record.file_size > info.length:
+        if start + record.file_size > length:
             raise UnsafeCheckpointError(
                 f"{where}: refused {name}, which claims {record.file_size} bytes and reaches beyond its file"
             )
-        return info.offset + start, record.file_size
+        return start, record.file_size
 
-    yield locate
+    return locate
+
+
+def _pickled(stream: io.BufferedIOBase, locate: Callable[[str], tuple[int, int]], where: str) -> bytes:
+    """The pickle of an entry."""
+    start, size = locate("data.pkl")
+    if size > _PICKLE_BYTES:
+        raise UnsafeCheckpointError(
+            f"{where}: refused {size} bytes of names and single numbers, at most {_PICKLE_BYTES} are read; a long list "
+            f"of numbers belongs into a tensor"
+        )
+    stream.seek(start)
+    return stream.read(size)
+
+
+def _opened(descriptor: int, info: _StorageInfo) -> io.BufferedReader:
+    return io.BufferedReader(_Window(descriptor, info.offset, info.length), 4096)
 
 
 def find_tensor(descriptor: int, info: _StorageInfo, where: str) -> StoredTensor:
-    """Find the values of a saved tensor in its file. Reads a few hundred bytes.
+    """Find the values of a saved tensor in its file. Reads a few thousand bytes.
 
     Raises:
         UnsafeCheckpointError, DamagedCheckpointError: the entry is no single tensor that lies inside it.
     """
-    with _entry(descriptor, info, where) as locate:
-        start, size = locate("data.pkl", _PICKLE_BYTES)
-        data = os.pread(descriptor, size, start)
-        scan_pickle(data, where, None)
-        try:
-            storage, offset, shape, stride, *rest = _TensorUnpickler(data, where).load()
-            kind, dtype, key, _, _ = storage
-            if kind != "storage" or not isinstance(key, str):
-                raise TypeError("no storage")
-            dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
-        except UnsafeCheckpointError:
-            raise
-        except Exception as problem:
-            raise DamagedCheckpointError(f"{where}: not a readable tensor ({problem!r})") from problem
-        order_start, order_size = locate("byteorder", 16)
-        if os.pread(descriptor, order_size, order_start) != b"little":
-            raise DamagedCheckpointError(f"{where}: the values are not in little-endian order")
-        start, nbytes = locate(f"data/{key}", info.length)
+    stream = _opened(descriptor, info)
+    locate = _locator(stream, info.length, where)
+    data = _pickled(stream, locate, where)
+    scan_pickle(data, where, None)
+    try:
+        storage, offset, shape, stride, *rest = _TensorUnpickler(data, where).load()
+        kind, dtype, key, _, _ = storage
+        if kind != "storage" or not isinstance(key, str):
+            raise TypeError("no storage")
+        dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
+        # A view that conjugates or negates says so behind its values, which are those from before.
+        pending = {name for value in rest if isinstance(value, dict) for name, on in value.items() if on}
+        if not pending <= {"conj", "neg"} or (pending and dtype not in _COMPLEX_OR_ITS_PARTS):
+            raise TypeError(f"marked as {', '.join(map(repr, pending))}")
+    except UnsafeCheckpointError:
+        raise
+    except Exception as problem:
+        raise DamagedCheckpointError(f"{where}: not a readable tensor ({problem!r})") from problem
+    start, size = locate("byteorder")
+    stream.seek(start)
+    if stream.read(min(size, 16)) != b"little":
+        raise DamagedCheckpointError(f"{where}: the values are not in little-endian order")
+    start, nbytes = locate(f"data/{key}")
     offset, shape, stride = _count(offset), _sizes(shape), _sizes(stride)
     end = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if math.prod(shape) else 0
     if end * dtype.itemsize > nbytes:
         raise UnsafeCheckpointError(
             f"{where}: refused a tensor of {shape} that claims {end * dtype.itemsize} bytes of the {nbytes} there are"
         )
-    return StoredTensor(dtype, start, nbytes, offset, shape, stride)
+    return StoredTensor(dtype, info.offset + start, nbytes, offset, shape, stride, "conj" in pending, "neg" in pending)
 
 
 def read_box(
@@ -493,10 +588,14 @@ def read_box(
     same_order = all(target.stride(n) == stored.stride[n] for n in dense) and count == math.prod(sizes)
     if same_order and target.device.type == "cpu" and target.dtype == stored.dtype:
         read_bytes(descriptor, position, target.as_strided((count,), (1,)), where)
-        return
-    values = torch.empty(count, dtype=stored.dtype)
-    read_bytes(descriptor, position, values, where)
-    target.copy_(values.as_strided(tuple(sizes), stored.stride))
+    else:
+        values = torch.empty(count, dtype=stored.dtype)
+        read_bytes(descriptor, position, values, where)
+        target.copy_(values.as_strided(tuple(sizes), stored.stride))
+    if stored.conjugated:
+        target.conj_physical_()
+    if stored.negated:
+        target.neg_()
 
 
 def read_bytes(descriptor: int, position: int, into: Tensor, where: str) -> None:
@@ -509,18 +608,27 @@ def read_bytes(descriptor: int, position: int, into: Tensor, where: str) -> None
         buffer, position = buffer[count:], position + count
 
 
-def read_object(descriptor: int, info: _StorageInfo, where: str) -> Any:
+def read_object(descriptor: int, info: _StorageInfo, where: str, map_location: str | None = None) -> Any:
     """The numbers, names, containers and tensors of a byte entry.
+
+    Args:
+        descriptor: of the open file.
+        info: where in it the entry is.
+        where: what it is, for the error.
+        map_location: device of the tensors; None for those that they were saved from.
 
     Raises:
         UnsafeCheckpointError: it holds anything else, naming the class. DamagedCheckpointError: it is not readable.
     """
-    if info.length > _BYTES_ENTRY:
-        raise UnsafeCheckpointError(f"{where}: refused a byte entry of {info.length} bytes, at most {_BYTES_ENTRY}")
-    with _entry(descriptor, info, where) as locate:
-        start, size = locate("data.pkl", _PICKLE_BYTES)
-        scan_pickle(os.pread(descriptor, size, start), where, _ENTRY_GLOBALS)
-    return load_weights_only(io.BytesIO(os.pread(descriptor, info.length, info.offset)), where)
+    return _object(_opened(descriptor, info), info.length, where, map_location)
+
+
+def _object(stream: io.BufferedIOBase, length: int, where: str, map_location: str | None) -> Any:
+    if length > _BYTES_ENTRY:
+        raise UnsafeCheckpointError(f"{where}: refused a byte entry of {length} bytes, at most {_BYTES_ENTRY} are read")
+    scan_pickle(_pickled(stream, _locator(stream, length, where), where), where, _ENTRY_GLOBALS)
+    stream.seek(0)
+    return load_weights_only(stream, where, map_location=map_location)
 
 
 def refuse_unreadable_object(value: Any, where: str) -> None:
@@ -528,11 +636,7 @@ def refuse_unreadable_object(value: Any, where: str) -> None:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        with zipfile.ZipFile(stream) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            scan_pickle(archive.read(name), where, _ENTRY_GLOBALS)
-        stream.seek(0)
-        load_weights_only(stream, where)
+        _object(stream, stream.tell(), where, "cpu")
     except Exception as problem:
         raise TypeError(f"{where} cannot be saved, because no load would accept it: {problem}") from problem
 

@@ -23,7 +23,7 @@ from fsdp_ema_lib.full_state import Entry
 from fsdp_ema_lib.layout import Layout, Shard
 from fsdp_ema_lib.names import normalize_generator_fsdp_key, normalize_generator_fsdp_state_dict
 from fsdp_ema_lib.process_group import is_main_process
-from fsdp_ema_lib.safe_reading import load_weights_only
+from fsdp_ema_lib.safe_reading import load_weights_only, packed_as_by_torch
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -97,7 +97,7 @@ class SafetensorsWriter:
         announced = self.entries[name]
         if (tensor.dtype, tuple(tensor.shape)) != (announced[0], tuple(announced[1])):
             raise ValueError(f"{name}: announced as {announced}, got {(tensor.dtype, tuple(tensor.shape))}")
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        raw = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         self._write(self.start + self.offsets[name], raw.numpy().data)
         self.missing.discard(name)
 
@@ -325,7 +325,9 @@ def import_safetensors(
 
     Args:
         path: a file, a directory in Hugging Face's layout, or its `model.safetensors.index.json`; every rank must see
-            it. Wrapper prefixes in the names are stripped.
+            it. Wrapper prefixes in the names are stripped. What is named here may be a symlink; files that are found
+            through a directory or an index may only be links to others of the same directory or, as in Hugging Face's
+            cache, from below `snapshots` to the `blobs` beside it.
         model: as wrapped.
         ema: fill this average of `model` instead of the live weights; its update count stays. Entries of the file that
             are not averaged are not used.
@@ -336,7 +338,8 @@ def import_safetensors(
     Raises:
         ValueError: missing, unexpected or mis-shaped entries, dtypes that would lose bits: all in one error.
         DamagedCheckpointError (a ValueError): a file cannot be read. UnsafeCheckpointError: the index names a file
-            outside its directory. FileNotFoundError: no such file.
+            outside its directory, a symlink leaves it, or a file is a pipe or a device. FileNotFoundError: no such
+            file. All on every rank.
     """
     with ExitStack() as stack:
         _import(lambda: _open_safetensors(Path(path), stack), model, ema, allow_missing, allow_unexpected, cast)
@@ -392,7 +395,7 @@ def _import(
             local = torch.empty_like(targets[name], device="cpu")
             shard.fill(local, source)
             filled.append((targets[name], local))
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, UnsafeCheckpointError) as problem:
+    except Exception as problem:  # whatever it is, no rank may be left waiting
         damaged = isinstance(problem, SafetensorError)
         error = DamagedCheckpointError(f"a safetensors file is not readable: {problem}") if damaged else problem
     raise_together(error)
@@ -453,6 +456,10 @@ def _match(
 def _misfit(source: Any, shard: Shard, dtype: torch.dtype, cast: bool) -> str | None:
     if not isinstance(source, _Lazy | Tensor):
         return f"the file holds {type(source).__name__}, a tensor was expected"
+    if isinstance(source, Tensor) and (
+        source.layout != torch.strided or source.is_nested or source.is_quantized or source.device.type != "cpu"
+    ):
+        return "the file holds a sparse, nested or quantized tensor or one without values, a dense one was expected"
     if source.shape != shard.shape:
         return f"the file holds {tuple(source.shape)}, this model has {tuple(shard.shape)}"
     if source.dtype is None:
@@ -511,41 +518,62 @@ def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Lazy]:
 
 def _safetensors_files(path: Path) -> dict[Path, list[str] | None]:
     """File -> the names to read from it, None for all of them."""
-    if path.is_dir():
+    found_inside = path.is_dir()
+    if found_inside:
         path = path / SINGLE if (path / SINGLE).exists() else path / INDEX
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; expected a safetensors file or a directory with {SINGLE}")
-    if path.suffix != ".json":
-        return {path: None}
-    if path.stat().st_size > _INDEX_BYTES:
-        raise UnsafeCheckpointError(f"{path}: refused, {path.stat().st_size} bytes is more than an index has")
+    if found_inside:
+        _refuse_link_outside(path)
+    with os.fdopen(storage.open_regular(path), "rb") as stream:
+        if path.suffix != ".json":
+            return {path: None}
+        text = stream.read(_INDEX_BYTES + 1)
+    if len(text) > _INDEX_BYTES:
+        raise UnsafeCheckpointError(f"{path}: refused, more than {_INDEX_BYTES} bytes are no index")
     try:
-        places = dict(json.loads(path.read_text())["weight_map"])
+        places = dict(json.loads(text)["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DamagedCheckpointError(f"{path}: not a readable index ({problem!r})") from problem
     files: dict[Path, list[str] | None] = {}
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\0" in file:
             raise UnsafeCheckpointError(f"{path}: refused {file!r} for {name}, which is not a file of its directory")
         names = files.setdefault(path.parent / file, [])
         assert names is not None
         names.append(name)
+    for found in files:
+        _refuse_link_outside(found)
+        os.close(storage.open_regular(found))
     return files
 
 
-def _open_pt(path: Path, key: str | None, wants_ema: bool) -> Mapping[str, Any]:
-    if not zipfile.is_zipfile(path):
+def _refuse_link_outside(path: Path) -> None:
+    """Raise UnsafeCheckpointError for a symlink out of its directory, except from a snapshot to its blobs."""
+    if not path.is_symlink():
+        return
+    directory = path.parent.resolve()
+    # Hugging Face's cache: <repository>/snapshots/<revision>/<file> is a link to <repository>/blobs/<hash>.
+    allowed = [directory, *(above.parent / "blobs" for above in directory.parents if above.name == "snapshots")]
+    if path.resolve().parent not in allowed:
         raise UnsafeCheckpointError(
-            f"{path}: not a zip file as torch.save has written since torch 1.6; older ones are not opened. Load and "
-            f"save it again where it came from."
+            f"{path}: refused a symlink to {os.readlink(path)}, out of its directory; name the file itself to read it"
         )
-    with zipfile.ZipFile(path) as archive:
-        size = path.stat().st_size
-        for record in archive.infolist():
-            if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
-                raise UnsafeCheckpointError(
-                    f"{path}: refused {record.filename}, which is compressed or claims {record.file_size} bytes"
-                )
+
+
+def _open_pt(path: Path, key: str | None, wants_ema: bool) -> Mapping[str, Any]:
+    with os.fdopen(storage.open_regular(path), "rb") as stream:
+        if not zipfile.is_zipfile(stream):
+            raise UnsafeCheckpointError(
+                f"{path}: not a zip file as torch.save has written since torch 1.6; older ones are not opened. Load "
+                f"and save it again where it came from."
+            )
+        try:
+            packed_as_by_torch(zipfile.ZipFile(stream), os.fstat(stream.fileno()).st_size, str(path))
+        except UnsafeCheckpointError:
+            raise
+        except Exception as problem:  # whatever a damaged directory of records raises
+            raise DamagedCheckpointError(f"{path}: its list of records is not readable ({problem!r})") from problem
     # Mapped: nothing is read before it is sliced.
     content = load_weights_only(path, str(path), mmap=True, map_location="cpu")
     if not isinstance(content, Mapping):

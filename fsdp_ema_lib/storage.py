@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 import uuid
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,7 +119,16 @@ def set_aside(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name for a file that replaces `path` in one step when the block ends without an error."""
+    """A temporary name for a file that replaces `path` in one step when the block ends without an error.
+
+    Raises:
+        FileExistsError: `path` is a directory, a device or a pipe, before the block.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode) and not stat.S_ISLNK(mode):
+        # As root, an export to /dev/null would put a file in its place.
+        raise FileExistsError(
+            f"{path} is a directory, a device or a pipe, which no file replaces. Choose another name."
+        )
     temporary = path.parent / f".{path.name}{_UNPUBLISHED}{uuid.uuid4().hex}"
     try:
         yield temporary
@@ -233,17 +243,30 @@ def check_sums(path: Path, manifest: Mapping[str, Any], names: Iterable[str] | N
     Args:
         path: the checkpoint.
         manifest: as `read_manifest` returns it.
-        names: of the files to check; None for all. Files that were saved without a checksum are passed over.
+        names: of the files to check; None for all. Those that were saved without a checksum are passed over, with a
+            warning.
 
     Raises:
         DamagedCheckpointError: naming every file that differs.
     """
-    wanted = [name for name in (manifest["files"] if names is None else names) if "crc32" in manifest["files"][name]]
+    names = list(manifest["files"] if names is None else names)
+    wanted = checksummed(manifest, names)
+    if len(wanted) < len(names):
+        warnings.warn(
+            f"{path}: {len(names) - len(wanted)} files were saved without a checksum (checksums=False): their sizes "
+            f"alone are compared, and a flipped bit loads as if it were right",
+            stacklevel=3,
+        )
     _raise_damaged(
         f"{path / name}: its checksum is {crc}, the manifest says {manifest['files'][name]['crc32']}"
         for name, crc in _crc32s(path, wanted).items()
         if crc != manifest["files"][name]["crc32"]
     )
+
+
+def checksummed(manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of the files for which the manifest has a checksum."""
+    return [name for name in names if "crc32" in manifest["files"][name]]
 
 
 def _raise_damaged(faults: Iterable[str]) -> None:
@@ -325,14 +348,23 @@ def open_inside(directory: Path, name: str) -> int:
         raise UnsafeCheckpointError(f"{directory}: refused the file name {name!r}, which is not a plain one")
     path = directory / name
     try:
-        # Non-blocking: to open a planted named pipe would otherwise wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path, os.O_NOFOLLOW)
     except OSError:
         if path.is_symlink():
             raise UnsafeCheckpointError(
                 f"{path}: refused a symlink to {os.readlink(path)}; a checkpoint's files lie in its own directory"
             ) from None
         raise
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """A descriptor for reading a regular file, never of a device or a pipe, which might not end.
+
+    Raises:
+        UnsafeCheckpointError: it is none.
+    """
+    # Non-blocking: to open a planted named pipe would otherwise wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnsafeCheckpointError(f"{path}: refused, it is not a regular file")
@@ -378,16 +410,45 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_manifest(manifest: Any) -> None:
+    """Raise one of the errors that `read_manifest` translates unless everything that is read of it later is there."""
     if _whole(manifest["world_size"]) < 1:
         raise ValueError("world_size is not positive")
     _whole(manifest["step"])
+    if not 0 <= manifest["saved_at"] < 1 << 40:
+        raise ValueError(f"saved_at is no time: {manifest['saved_at']!r}")
     for name, facts in manifest["files"].items():
         _whole(facts["size"])
-        if not isinstance(facts.get("crc32", ""), str):
-            raise TypeError(f"the checksum of {name} is no string")
+        _instance(facts.get("crc32", ""), str, f"the checksum of {name}")
     for section in ("extra", "model", "optimizer", "emas"):
-        if not isinstance(manifest[section], dict):
-            raise TypeError(f"{section} is no object")
+        _instance(manifest[section], dict, section)
+    if model := manifest["model"]:
+        for part in ("names", "buffers"):
+            _instances(_instance(model[part], list, part), str, part)
+        _instances(_instance(model["tied"], dict, "tied").values(), str, "tied")
+        for count in _instance(model["sharding"], dict, "sharding").values():
+            _whole(count)
+    if optimizer := manifest["optimizer"]:
+        _instance(optimizer["class"], str, "class")
+        _instance(optimizer["values"], dict, "values")
+        for group in _instance(optimizer["groups"], list, "groups"):
+            _instances(_instance(group["parameters"], list, "parameters"), str, "parameters")
+            # Settings are put into the group: they must not replace what it steps.
+            if "params" in _instance(group["settings"], dict, "settings"):
+                raise ValueError("params are no setting")
+    for average in manifest["emas"].values():
+        _whole(average["num_updates"])
+        _instance(average["decay"], dict, "decay")
+
+
+def _instance(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}: {kind.__name__} was expected, found {type(value).__name__}")
+    return value
+
+
+def _instances(values: Iterable[Any], kind: type, what: str) -> None:
+    for value in values:
+        _instance(value, kind, what)
 
 
 def _whole(value: Any) -> int:

@@ -56,10 +56,69 @@ def test_an_export_without_the_model_equals_the_one_with_it(saved, tmp_path, lay
 
 def test_two_layouts_of_one_training_differ_in_nothing_but_what_they_computed(saved):
     folder, _ = saved
-    same = offline.diff(folder / "fsdp2_nested", folder / "fsdp2_nested" / "step_00000001")
-    assert (same["differing"], same["only_first"], same["only_second"]) == ([], [], []) and same["equal"] > 50
+    later = offline.diff(folder / "fsdp2_nested", folder / "fsdp2_nested" / "step_00000001")
+    assert (later["only_first"], later["only_second"]) == ([], []) and later["equal"] > 50
+    assert later["differing"] == [
+        {"name": "step", "first": "2", "second": "1"},
+        {"name": "extra", "first": "['run'] is there", "second": "['run'] is missing"},
+    ]
     across = offline.diff(folder / "fsdp1_nested", folder / "fsdp2_nested")
     assert (across["only_first"], across["only_second"]) == ([], [])
+    tensors = offline.open_saved(folder / "fsdp2_nested").tensors()
+    assert [found["name"] for found in across["differing"] if found["name"] not in tensors] == []
+
+
+def changed(change):
+    """A training whose state `change` changed after its last step."""
+    training = Training("plain", features=()).train(1)
+    change(training)
+    return training
+
+
+class Sampler:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: None, []),
+        (
+            lambda t: t.optimizer.param_groups[0].update(lr=0.5),
+            [("optimizer settings", "['inner.weight']['lr'] = 0.02", "['inner.weight']['lr'] = 0.5")],
+        ),
+        (
+            lambda t: t.scheduler.load_state_dict({"last_epoch": 7}),
+            [("scheduler", "['last_epoch'] = 1", "['last_epoch'] = 7")],
+        ),
+        (lambda t: setattr(t, "extra", {"run": -0.0}), [("extra", "['run'] = 0.0", "['run'] = -0.0")]),
+        (lambda t: setattr(t, "extra", {"run": 0}), [("extra", "['run'] = 0.0", "['run'] = 0")]),
+        (lambda t: setattr(t, "step", 4), [("step", "3", "4")]),
+        (
+            lambda t: setattr(t, "sampler", {"order": torch.tensor([0.0, 2.0])}),
+            [("sampler.rank0", "['order'] = tensor([0., 1.])", "['order'] = tensor([0., 2.])")],
+        ),
+    ],
+    ids=["nothing", "lr", "scheduler", "sign of zero", "int for float", "step", "sampler"],
+)
+def test_what_is_no_tensor_is_compared_too(tmp_path, run, change, expected):
+    for name, made in (("a", changed(lambda t: None)), ("b", changed(change))):
+        sampler = getattr(made, "sampler", {"order": torch.tensor([0.0, 1.0]), "nan": float("nan")})
+        sampler.setdefault("nan", float("nan"))
+        extra = getattr(made, "extra", {"run": 0.0})
+        save_checkpoint(
+            tmp_path / name, **made.parts(), sampler=Sampler(sampler), step=getattr(made, "step", 3), extra=extra
+        )
+    found = offline.diff(tmp_path / "a", tmp_path / "b")
+    assert [tuple(entry.values()) for entry in found["differing"]] == expected
+    assert (found["only_first"], found["only_second"]) == ([], [])
+    told = run("diff", tmp_path / "a", tmp_path / "b")
+    assert told.exit_code == bool(expected)
+    assert all(f"{name}: {first} and {second}" in told.stdout for name, first, second in expected)
 
 
 def test_differences_are_counted_and_measured(tmp_path):
@@ -125,7 +184,7 @@ def test_verify_says_which_file_is_damaged_and_exits_one(tmp_path, run):
     path = tmp_path / "a"
     save_checkpoint(path, model=small_model())
     good = run("verify", path)
-    assert good.exit_code == 0 and "sound" in good.stdout
+    assert good.exit_code == 0 and "sound, 2 files" in good.stdout
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[100] ^= 1
     (path / "__0_0.distcp").write_bytes(data)
@@ -135,6 +194,21 @@ def test_verify_says_which_file_is_damaged_and_exits_one(tmp_path, run):
     assert found.exit_code == 1 and "__0_0.distcp" in json.loads(found.stdout)["error"]
     with pytest.raises(DamagedCheckpointError):
         offline.verify(path)
+
+
+def test_what_was_saved_without_checksums_is_not_called_sound(tmp_path, run):
+    with CheckpointManager(tmp_path, checksums=False) as checkpoints:
+        checkpoints.save(1, model=small_model())
+        path = checkpoints.path_of(1)
+        found = offline.verify(path)
+        assert (found["files"], found["bytes"], found["unsealed"]) == (0, 0, 2)
+        told = run("verify", path)
+        assert told.exit_code == 0 and "2 files were saved without checksums" in told.stdout
+        assert "sound" not in told.stdout
+        with pytest.warns(UserWarning, match=r"2 files were saved without a checksum.*sizes alone are compared"):
+            checkpoints.load(model=small_model(), verify=True)
+        with pytest.warns(UserWarning, match="saved without a checksum"):
+            checkpoints.verify()
 
 
 def test_export_and_diff_on_the_command_line(saved, tmp_path, run):
@@ -148,7 +222,7 @@ def test_export_and_diff_on_the_command_line(saved, tmp_path, run):
     assert run("export", folder / "fsdp2_nested", tmp_path / "c", "--dtype", "int3").exit_code == 2
     missing = run("export", folder / "fsdp2_nested", tmp_path / "c", "--ema", "7")
     assert missing.exit_code == 1 and "no average '7' in it" in missing.output
-    same = run("diff", folder / "fsdp2_nested", folder / "fsdp2_nested" / "step_00000001")
+    same = run("diff", folder / "fsdp2_nested", folder / "fsdp2_nested" / "step_00000002")
     assert same.exit_code == 0 and "bit-equal" in same.stdout
     other = run("diff", folder / "fsdp1_nested", folder / "fsdp2_nested", "--json")
     assert other.exit_code == (1 if json.loads(other.stdout)["differing"] else 0)

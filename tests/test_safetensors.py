@@ -3,11 +3,15 @@
 import json
 import os
 import re
+import shutil
 import struct
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import mutated
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trainings import Training, differences, small_model
@@ -16,7 +20,7 @@ from zoo import Zoo, full_live_weights
 from fsdp_ema_lib.checkpoint import fsdp_state_dict
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.layout import Layout
-from fsdp_ema_lib.safetensors_io import INDEX, SINGLE, export_safetensors, import_pt, import_safetensors
+from fsdp_ema_lib.safetensors_io import INDEX, SINGLE, export_safetensors, import_pt, import_safetensors, write_stream
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 FEATURES = ("tied", "frozen", "buffers", "tiny")
@@ -76,6 +80,18 @@ def test_one_file_is_enough_where_everything_fits(tmp_path):
         export_safetensors(tmp_path / "out", EMA_FSDP(model), model, max_shard_size="1MB")
     with pytest.raises(ValueError, match="max_shard_size must be a positive number of bytes.*got '5 parsecs'"):
         export_safetensors(tmp_path / "b", EMA_FSDP(model), model, max_shard_size="5 parsecs")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_an_export_replaces_no_pipe_device_or_directory(tmp_path, make):
+    model = small_model()
+    make(tmp_path / "a")
+    before = os.lstat(tmp_path / "a")
+    with pytest.raises(FileExistsError, match="a is a directory, a device or a pipe, which no file replaces"):
+        export_safetensors(tmp_path / "a", EMA_FSDP(model), model)
+    after = os.lstat(tmp_path / "a")
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def worker_failed_export(folder: str) -> list[str]:
@@ -238,13 +254,86 @@ def test_hostile_headers_are_refused_by_file(tmp_path, content):
         import_safetensors(tmp_path / "a.safetensors", nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/hostname", "..", ""])
+@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/hostname", "..", "", "a\0b"])
 def test_an_index_that_climbs_is_refused(tmp_path, name):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
     save_file({"weight": torch.zeros(2, 2)}, tmp_path / "out.safetensors")
     with pytest.raises(UnsafeCheckpointError, match="refused .* for weight, which is not a file of its directory"):
         import_safetensors(tmp_path / "in", nn.Linear(2, 2))
+
+
+def sharded(folder):
+    """A directory with an index and one shard."""
+    folder.mkdir(parents=True)
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, folder / "a.safetensors")
+    places = dict.fromkeys(("weight", "bias"), "a.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", INDEX])
+def test_symlinks_out_of_a_directory_are_refused_and_those_inside_are_followed(tmp_path, name):
+    folder = sharded(tmp_path / "in")
+    shutil.move(folder / name, tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(UnsafeCheckpointError, match=rf"{name}: refused a symlink to .*{name}, out of its directory"):
+        import_safetensors(folder, nn.Linear(2, 2))
+    shutil.move(tmp_path / name, folder / "elsewhere")
+    (folder / name).unlink()
+    (folder / name).symlink_to("elsewhere")
+    model = nn.Linear(2, 2)
+    import_safetensors(folder, model)
+    assert bool((model.weight == 1).all())
+
+
+@pytest.mark.parametrize("named", ["directory", "index", "shard"])
+def test_the_layout_of_hugging_faces_cache_is_followed(tmp_path, named):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", sharded(tmp_path / "models--a--b" / "snapshots" / "0123")
+    blobs.mkdir()
+    for number, file in enumerate(list(snapshot.iterdir())):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    model = nn.Linear(2, 2)
+    import_safetensors(
+        {"directory": snapshot, "index": snapshot / INDEX, "shard": snapshot / "a.safetensors"}[named], model
+    )
+    assert bool((model.weight == 1).all())
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", INDEX, SINGLE])
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path, name, kind):
+    folder = sharded(tmp_path / "in")
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    for path in (folder, folder / name):
+        with pytest.raises(UnsafeCheckpointError, match=rf"{name}: refused"):
+            import_safetensors(path, nn.Linear(2, 2))
+
+
+def test_pt_files_that_are_pipes_or_devices_are_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "a.pt")
+    (tmp_path / "b.pt").symlink_to("/dev/zero")
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(UnsafeCheckpointError, match=f"{name}: refused, it is not a regular file"):
+            import_pt(tmp_path / name, nn.Linear(2, 2))
+
+
+def test_an_index_that_does_not_end_is_not_read_to_its_end(tmp_path):
+    folder = sharded(tmp_path / "in")
+    os.truncate(folder / INDEX, 1 << 40)
+    with pytest.raises(UnsafeCheckpointError, match="index.json: refused, more than 67108864 bytes are no index"):
+        import_safetensors(folder, nn.Linear(2, 2))
+
+
+def test_a_conjugated_parameter_is_exported_as_it_is(tmp_path):
+    value = torch.randn(3, 2, dtype=torch.complex64).conj()
+    write_stream(tmp_path / "a", {"weight": (value.dtype, (3, 2))}, iter([("weight", value)]), None, {})
+    assert torch.equal(load_file(tmp_path / "a")["weight"], value)
 
 
 def test_bad_indices_and_missing_files_are_named(tmp_path):
@@ -262,6 +351,36 @@ def test_bad_indices_and_missing_files_are_named(tmp_path):
 class Attack:
     def __reduce__(self):
         return os.system, ("touch /tmp/never",)
+
+
+def worker_bad_pt(folder: str) -> list[str]:
+    found = []
+    for name in sorted(os.listdir(folder)):
+        model = nn.Linear(2, 2)
+        try:
+            import_pt(f"{folder}/{name}", model)
+        except (DamagedCheckpointError, ValueError, TypeError) as problem:
+            found.append(f"{type(problem).__name__}: {problem}")
+    return found
+
+
+def test_pt_files_that_are_damaged_or_hold_other_tensors_raise_on_every_rank(ranks, tmp_path):
+    torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.rindex(b"PK\1\2")] ^= 1  # in the central directory
+    (tmp_path / "a.pt").write_bytes(content)
+    torch.save({0: torch.zeros(2, 2)}, tmp_path / "b.pt")
+    others = {
+        "sparse": torch.zeros(2, 2).to_sparse(),
+        "nowhere": torch.zeros(2, 2, device="meta"),
+    }
+    for name, tensor in others.items():
+        torch.save({"weight": tensor, "bias": torch.zeros(2)}, tmp_path / f"c_{name}.pt")
+    for texts in ranks(2, worker_bad_pt, folder=str(tmp_path)):
+        assert re.match(r"DamagedCheckpointError: .*a.pt: its list of records is not readable \(BadZipFile", texts[0])
+        assert texts[1] == "TypeError: a parameter name must be a string, got 0 (int)"
+        assert len(texts) == 2 + len(others)
+        assert all("weight: the file holds a sparse, nested or quantized tensor" in text for text in texts[2:])
 
 
 def test_pt_files_are_opened_without_running_anything(tmp_path):
@@ -284,3 +403,39 @@ def test_pt_files_are_opened_without_running_anything(tmp_path):
     import_pt(tmp_path / "d.pt", model)
     assert torch.equal(model.weight, torch.ones(2, 2))
     assert full_live_weights(model)["bias"].abs().sum() == 0
+
+
+# ---------------------------------------------------------------- mutations
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A directory with an index and two shards, a .pt file, and what is in them."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    torch.manual_seed(3)
+    state = {name: tensor.clone() for name, tensor in small_model().state_dict().items()}
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    write_stream(folder / "hf", entries, iter(state.items()), 60, {})
+    (folder / "pt").mkdir()
+    torch.save({"generator": state, "step": 3, "args": {"lr": 0.5, "names": ["a", None]}}, folder / "pt" / "a.pt")
+    return {kind: {file.name: file.read_bytes() for file in (folder / kind).iterdir()} for kind in ("hf", "pt")}, state
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from(["hf", "pt"]))
+def test_any_mutation_of_a_file_gives_tensors_of_the_right_kind_or_a_clean_error(written, tmp_path, data, kind):
+    files, state = written[0][kind], written[1]
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = mutated(data, files[name], sorted(files.values()))
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    for file, original in files.items():
+        (tmp_path / file).write_bytes(content if file == name else original)
+    model = small_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        (import_safetensors(tmp_path, model) if kind == "hf" else import_pt(tmp_path / "a.pt", model))
+    except (ValueError, KeyError, UnsafeCheckpointError, OSError):
+        assert differences(dict(model.state_dict()), before) == []
+        return
+    assert {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}

@@ -1,6 +1,8 @@
 """What is on disk: nothing in it is executed, nothing reaches out of it, no memory is taken that it cannot fill."""
 
+import copy
 import io
+import math
 import os
 import pickle
 import pickletools
@@ -8,22 +10,30 @@ import random
 import resource
 import shutil
 import struct
+import time
 import zipfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import mutated
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
-from trainings import small_model
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from trainings import differences, small_model
+from typer.testing import CliRunner
 
-from fsdp_ema_lib import storage
+from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, find_tensor, read_metadata, scan_pickle
+from fsdp_ema_lib.ema import EMA_FSDP
+from fsdp_ema_lib.lab import offline_cli
+from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, _tiled, find_tensor, read_metadata, scan_pickle
+from fsdp_ema_lib.sharded_view import interval_boxes
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
 
@@ -281,6 +291,21 @@ def claim_gap(metadata):
     metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([1, 4])
 
 
+def claim_twice(metadata):
+    entry = metadata.state_dict_metadata["model.0.bias"]
+    first, second, _ = cut = [ChunkStorageMetadata(torch.Size([n]), torch.Size([1])) for n in range(3)]
+    entry.chunks = [first, second, second]
+    for chunk in cut:
+        place = metadata.storage_data[MetadataIndex("model.0.bias", torch.Size([0]))]
+        metadata.storage_data[MetadataIndex("model.0.bias", chunk.offsets)] = copy.copy(place)
+
+
+def claim_same_bytes(metadata):
+    places = metadata.storage_data
+    for index in [index for index in places if index.fqn == "model.1.bias"]:
+        places[index] = next(place for other, place in places.items() if other.fqn == "model.0.bias")
+
+
 def claim_nowhere(metadata):
     metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "model.0.weight"}
 
@@ -297,6 +322,8 @@ def claim_nowhere(metadata):
             r"model.0.weight: a piece at \(0, 0\) of \(30, 40\) lies outside \(3, 4",
         ),
         (claim_gap, DamagedCheckpointError, "model.0.weight: its pieces hold 4 of 12 elements"),
+        (claim_twice, DamagedCheckpointError, r"model.0.bias: its pieces overlap, so that .* part of \(3,\) open"),
+        (claim_same_bytes, UnsafeCheckpointError, "refused model.[01].bias and model.[01].bias, which claim the same"),
         (claim_nowhere, DamagedCheckpointError, "model.0.weight is listed, but no file is said to hold it"),
     ],
 )
@@ -304,6 +331,52 @@ def test_sizes_that_the_files_cannot_hold_are_refused(saved, little_memory, chan
     change_metadata(saved, change)
     with pytest.raises(error, match=text):
         load_all(saved)
+
+
+@st.composite
+def boxes_in_a_shape(draw):
+    """Boxes that cut a shape: each again and again in two, or by the flat index as FSDP1 does."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=7)))
+    if draw(st.booleans()) and shape and math.prod(shape):
+        cuts = sorted({0, math.prod(shape), *draw(st.lists(st.integers(0, math.prod(shape)), max_size=6))})
+        return shape, [box for start, end in pairwise(cuts) for box in interval_boxes(shape, start, end)]
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 12)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        boxes.append((offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
+        boxes.append(
+            (
+                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
+                (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :]),
+            )
+        )
+    return shape, boxes
+
+
+@given(boxes_in_a_shape(), st.randoms())
+def test_pieces_that_cover_each_element_once_pass_and_no_others(cut, random):
+    shape, boxes = cut
+    assert _tiled(shape, boxes)
+    moved = [
+        (tuple(random.randint(0, n - s) for n, s in zip(shape, sizes, strict=True)), sizes)
+        if random.random() < 0.3
+        else (offsets, sizes)
+        for offsets, sizes in boxes
+    ]
+    covered = torch.zeros(shape, dtype=torch.int32)
+    for offsets, sizes in moved:
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert _tiled(shape, moved) == bool((covered == 1).all())
+
+
+def test_many_pieces_are_compared_in_little_time():
+    grid = [((x, y), (1, 1)) for x in range(300) for y in range(300)]
+    start = time.perf_counter()
+    assert _tiled((300, 300), grid)
+    assert not _tiled((300, 300), [*grid[:-1], grid[0]])
+    assert time.perf_counter() - start < 10  # 0.5 s; pair by pair it would be an hour
 
 
 @pytest.mark.parametrize(
@@ -338,6 +411,117 @@ def test_entries_that_unpack_to_more_than_they_are_are_refused(saved, little_mem
     replace_entry(saved, "scheduler", rezipped({"a": torch.zeros(1 << 20)}, zipfile.ZIP_DEFLATED))
     with pytest.raises(UnsafeCheckpointError, match="model.0.weight|scheduler: refused data.pkl, which is compressed"):
         load_all(saved)
+
+
+def deflated_but_for_the_pickle(value) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(torch_saved(value))) as source, zipfile.ZipFile(stream, "w") as target:
+        for name in source.namelist():
+            plain = name.endswith("data.pkl")
+            target.writestr(name, source.read(name), zipfile.ZIP_STORED if plain else zipfile.ZIP_DEFLATED)
+    return stream.getvalue()
+
+
+def claimed_again_and_again(value) -> bytes:
+    """Many names for the values of one record."""
+    content = rezipped(value)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        record = next(record for record in archive.infolist() if record.filename.endswith("data/0"))
+        start = archive.start_dir
+        whole = len(archive.infolist())
+    end = bytearray(content[-22:])
+    listed = content[start:-22]
+    at = listed.index(record.filename.encode()) - 46
+    one = listed[at : at + 46 + len(record.filename)]
+    listed += b"".join(one[:46] + record.filename.replace("/0", f"/{n}").encode() for n in range(1, 10))
+    struct.pack_into("<HHL", end, 8, whole + 9, whole + 9, len(listed))
+    return content[:start] + listed + bytes(end)
+
+
+def seen_otherwise_by_torch(value) -> bytes:
+    """Python finds the directory of records by counting back from the end, torch from the first byte on."""
+    content = rezipped(value)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        start = archive.start_dir
+    return content[:start] + content[start:-22] + content[start:]
+
+
+def doubled(value) -> bytes:
+    stream = io.BytesIO(rezipped(value))
+    with zipfile.ZipFile(stream, "a") as archive:
+        archive.writestr("archive/DATA.PKL", archive.read("archive/data.pkl"))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("entry", ["model.0.weight", "scheduler"])
+@pytest.mark.parametrize(
+    ("pack", "text"),
+    [
+        (deflated_but_for_the_pickle, "which is compressed or claims"),
+        (claimed_again_and_again, r"refused records that claim \d+ bytes of the \d+ there are"),
+        (seen_otherwise_by_torch, "refused a zip file with"),
+        (doubled, "refused a zip file with doubled names"),
+    ],
+)
+def test_every_record_of_an_entry_is_what_it_seems(saved, little_memory, entry, pack, text):
+    value = torch.zeros(1 << 20)
+    replace_entry(saved, entry, pack(value if entry == "model.0.weight" else {"a": value}))
+    with pytest.raises(UnsafeCheckpointError, match=rf"{entry}: .*{text}"):
+        load_all(saved)
+
+
+class Position:
+    """A sampler or scheduler with a given state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_what_is_too_long_to_be_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(safe_reading, "_PICKLE_BYTES", 1000)
+    with pytest.raises(
+        TypeError, match="sampler.rank0 cannot be saved.*at most 1000 are read; .* belongs into a tensor"
+    ):
+        save_checkpoint(tmp_path / "a", model=model, sampler=Position({"order": list(range(1000))}))
+    assert list(tmp_path.iterdir()) == []
+    order = torch.randperm(10_000)
+    save_checkpoint(tmp_path / "a", model=model, sampler=Position({"order": order}))
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=model, sampler=found)
+    assert torch.equal(found.state["order"], order)
+    monkeypatch.setattr(safe_reading, "_BYTES_ENTRY", 1000)
+    with pytest.raises(UnsafeCheckpointError, match="sampler.rank0: refused a byte entry of"):
+        load_checkpoint(tmp_path / "a", model=model, sampler=found)
+    with pytest.raises(TypeError, match="sampler.rank0 cannot be saved.*refused a byte entry of"):
+        save_checkpoint(tmp_path / "b", model=model, sampler=Position({"order": order}))
+
+
+def test_a_sampler_of_many_samples_saves_and_loads(tmp_path):
+    """An order of nine million, as 72 MB of tensor."""
+    order = torch.arange(9_000_000)
+    save_checkpoint(tmp_path / "a", model=small_model(), sampler=Position({"order": order}))
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=small_model(), sampler=found)
+    assert torch.equal(found.state["order"], order)
+
+
+def test_a_scheduler_is_saved_where_torch_computes_no_checksums(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(tmp_path / "a", model=small_model(), scheduler=Position({"epoch": 3}))
+    finally:
+        torch.serialization.set_crc32_options(before)
+    found = Position(None)
+    load_checkpoint(tmp_path / "a", model=small_model(), scheduler=found, verify=True)
+    assert found.state == {"epoch": 3}
 
 
 def test_a_tensor_larger_than_its_storage_or_other_than_listed_is_refused(saved):
@@ -384,7 +568,11 @@ def test_tensors_of_every_dtype_and_order_come_back(tmp_path):
         "empty": torch.zeros(0, 4),
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         "transposed": torch.randn(6, 4).t(),
+        "conjugated": torch.randn(4, 3, dtype=torch.complex64).conj(),
+        "conjugated and transposed": torch.randn(4, 3, dtype=torch.complex64).t().conj(),
+        "negated": torch.randn(5, dtype=torch.complex128).conj().imag,
     }
+    assert tensors["conjugated"].is_conj() and tensors["negated"].is_neg()
     model = nn.Module()
     for name, tensor in tensors.items():
         model.register_buffer(name.replace(".", "_"), tensor)
@@ -397,9 +585,11 @@ def test_tensors_of_every_dtype_and_order_come_back(tmp_path):
     load_checkpoint(tmp_path / "a", model=other)
     for name, buffer in model.named_buffers():
         loaded = other.get_buffer(name)
-        assert loaded.dtype == buffer.dtype and loaded.stride() == buffer.stride(), name
+        assert loaded.dtype == buffer.dtype and loaded.stride() == torch.empty_like(buffer).stride(), name
+        buffer = buffer.resolve_conj().resolve_neg()
         same = loaded.contiguous().view(-1).view(torch.uint8) == buffer.contiguous().view(-1).view(torch.uint8)
         assert bool(same.all()), name
+        assert torch.equal(offline.open_saved(tmp_path / "a").read(f"model.{name}"), buffer), name
 
 
 def test_where_a_tensor_lies_in_its_file_is_found_exactly(saved):
@@ -445,18 +635,7 @@ def test_any_mutation_without_checksums_gives_a_clean_error_or_tensors_of_the_ri
 def check_mutation(real_checkpoint, data, verify):
     path, files, expected = real_checkpoint
     name = data.draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
-    kind = data.draw(st.sampled_from(["bytes", "cut", "insert", "other file"]))
-    if kind == "bytes":
-        for _ in range(data.draw(st.integers(1, 4))):
-            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    elif kind == "cut":
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    elif kind == "insert":
-        at = data.draw(st.integers(0, len(content)))
-        content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
-    else:
-        content = bytearray(files[data.draw(st.sampled_from(sorted(files)))])
+    content = mutated(data, files[name], list(files.values()))
     for file, original in files.items():
         (path / file).write_bytes(content if file == name else original)
     if not verify and name != storage.MANIFEST:
@@ -473,6 +652,138 @@ def check_mutation(real_checkpoint, data, verify):
     if verify and name != storage.MANIFEST:
         assert found == {"step": 3, "extra": {"a": 1}}
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+CLEAN = (ValueError, UnsafeCheckpointError, OSError)
+
+
+class Whole:
+    """A training with everything that a checkpoint can hold, and how to tell whether it changed."""
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(steps)
+        self.model = small_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * steps)
+        self.ema = EMA_FSDP(self.model)
+        self.scheduler = Position({"epoch": steps, "milestones": [1, 2, 3], "name": "cosine"})
+        self.sampler = Position({"order": torch.arange(5) + steps, "seen": {"a": 1.5 * steps, "b": (None, True)}})
+        for _ in range(steps):
+            self.model(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
+            self.ema.update(self.model)
+
+    def parts(self) -> dict:
+        names = ("model", "optimizer", "ema", "scheduler", "sampler")
+        return {name: getattr(self, name) for name in names}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.state_dict()) | {f"ema.{name}": t for name, t in self.ema.shadow.items()}
+        for number, state in enumerate(self.optimizer.state.values()):
+            found |= {f"optimizer.{number}.{key}": value for key, value in state.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def objects(self) -> str:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return repr([groups, self.scheduler.state, self.sampler.state])
+
+    def check_load(self, path: Path, **options) -> bool:
+        """Load; whether it succeeded. If not, the error is a clean one and nothing changed."""
+        before, objects = self.tensors(), self.objects()
+        try:
+            load_checkpoint(path, **self.parts(), **options)
+        except CLEAN:
+            assert differences(self.tensors(), before) == [] and self.objects() == objects
+            return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def whole_checkpoint(tmp_path_factory):
+    """A checkpoint of everything, its files, and the training that it was saved from."""
+    training = Whole(2)
+    path = tmp_path_factory.mktemp("fuzz") / "whole"
+    save_checkpoint(path, **training.parts(), step=3, extra={"a": [1, {"b": None}]})
+    return path, {file.name: file.read_bytes() for file in path.iterdir()}, training
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just(10**30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def change_somewhere(data, tree) -> None:
+    """Replace, remove or add something anywhere in nested lists and dicts."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    if keys and data.draw(st.booleans(), "deeper"):
+        inner = tree[data.draw(st.sampled_from(keys))]
+        if isinstance(inner, dict | list):
+            change_somewhere(data, inner)
+            return
+    if keys and data.draw(st.booleans(), "there"):
+        key = data.draw(st.sampled_from(keys))
+        if data.draw(st.booleans(), "remove"):
+            del tree[key]
+        else:
+            tree[key] = data.draw(JSON)
+    elif isinstance(tree, dict):
+        tree[data.draw(st.sampled_from(["params", "lr", "0.weight", "0.weight.step", "0", ""]))] = data.draw(JSON)
+    else:
+        tree.insert(0, data.draw(JSON))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_manifest_with_a_right_checksum_of_its_own_gives_the_right_data_or_a_clean_error(whole_checkpoint, data):
+    path, files, training = whole_checkpoint
+    for file, original in files.items():
+        (path / file).write_bytes(original)
+    manifest = storage.read_manifest(path)
+    change_somewhere(data, manifest)
+    (path / storage.MANIFEST).unlink()
+    storage.write_manifest(path, manifest)
+    loaded = Whole(1)
+    if loaded.check_load(path):
+        assert differences(loaded.tensors(), training.tensors()) == []
+        assert loaded.optimizer.param_groups[0]["params"] == list(loaded.model.parameters())
+    look_offline(path, (KeyError,))
+
+
+def look_offline(path: Path, more: tuple = ()) -> None:
+    """Whatever a process without the model does: a result or a clean error, and a word about it."""
+    output = path.parent / "exported"  # an export replaces whatever has the name
+    for look in (offline.verify, lambda path: offline.diff(path, path), lambda path: offline.export(path, output)):
+        try:
+            look(path)
+        except (*CLEAN, *more):
+            continue
+    app = typer.Typer()
+    offline_cli.register(app)
+    told = CliRunner().invoke(app, ["inspect", str(path)])
+    assert told.exit_code in (0, 1) and (told.exception is None or isinstance(told.exception, SystemExit)), told
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutation_of_what_is_no_tensor_gives_a_clean_error_or_something_plain(whole_checkpoint, data):
+    path, files, training = whole_checkpoint
+    for file, original in files.items():
+        (path / file).write_bytes(original)
+    places = read_metadata(path).storage_data
+    info = places[MetadataIndex(data.draw(st.sampled_from(["scheduler", "sampler.rank0"])))]
+    content = bytearray(files[info.relative_path])
+    part = slice(info.offset, info.offset + info.length)
+    other = bytes(content[: info.length])  # of a tensor
+    changed = mutated(data, bytes(content[part]), [other])
+    content[part] = changed[: info.length].ljust(info.length, b"\0")
+    (path / info.relative_path).write_bytes(content)
+    assert Whole(1).check_load(path, verify=True) == (content == files[info.relative_path])
+    relabel(path)
+    loaded = Whole(1)
+    if loaded.check_load(path):
+        assert differences(loaded.tensors(), training.tensors()) == []
+    look_offline(path)
 
 
 # ---------------------------------------------------------------- checksums

@@ -54,7 +54,13 @@ def inspect(checkpoint: Checkpoint, as_json: Json = False) -> None:
 def verify(checkpoint: Checkpoint, as_json: Json = False) -> None:
     """Compare every file with its checksum; exit code 1 where one is damaged."""
     found = _found(lambda: offline.verify(checkpoint), as_json)
-    _say(found, as_json, f"{found['path']}: sound, {found['files']} files, {found['bytes']:,} bytes")
+    if found["unsealed"]:
+        told = (
+            f"sizes are right, but {found['unsealed']} files were saved without checksums: their contents are unchecked"
+        )
+    else:
+        told = f"sound, {found['files']} files, {found['bytes']:,} bytes"
+    _say(found, as_json, f"{found['path']}: {told}")
 
 
 def export(
