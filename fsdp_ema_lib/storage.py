@@ -431,10 +431,12 @@ def _check_manifest(manifest: Any) -> None:
         _instance(optimizer["class"], str, "class")
         _instance(optimizer["values"], dict, "values")
         for group in _instance(optimizer["groups"], list, "groups"):
-            _instances(_instance(group["parameters"], list, "parameters"), str, "parameters")
+            for part, names in (("parameters", group["parameters"]), ("keys", group.get("keys", []))):
+                _instances(_instance(names, list, part), str, part)
             # Settings are put into the group: they must not replace what it steps.
             if "params" in _instance(group["settings"], dict, "settings"):
                 raise ValueError("params are no setting")
+    _instances(_instance(manifest.get("classes", {}), dict, "classes").values(), str, "classes")
     for average in manifest["emas"].values():
         _whole(average["num_updates"])
         _instance(average["decay"], dict, "decay")
