@@ -93,11 +93,23 @@ def refuse_disagreement(lines: Sequence[str], groups: Iterable[dist.ProcessGroup
     """
     error: Exception | None = None
     groups = list(groups)
-    digest = sha256("\n".join(lines).encode()).hexdigest()
     for group in groups:
-        if len(set(_gathered(digest, group))) > 1:
+        if not agree(lines, group):
             error = error or _difference(_gathered(list(lines), group), group)
     raise_together(error, groups)
+
+
+def agree(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks of the group say the same; collective over it. Digests are compared, however long the lines.
+
+    Example:
+        >>> from fsdp_ema_lib.process_group import distributed_job
+        >>> with distributed_job(device="cpu"):
+        ...     agree(["weight", "bias"])
+        True
+    """
+    digest = sha256("\n".join(lines).encode()).hexdigest()
+    return len(set(_gathered(digest, group))) == 1
 
 
 def _difference(said: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> ValueError:

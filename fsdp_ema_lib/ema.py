@@ -509,7 +509,7 @@ class EMA_FSDP:
             layout = Layout(module)  # a new walk: buffers may have been replaced since the last one
         except (TypeError, ValueError, RuntimeError) as problem:
             error = problem
-        if self._layout.groups():
+        if self._layout.is_split():
             raise_together(error)
             full_state.refuse_parts_elsewhere(layout)
         elif error is not None:

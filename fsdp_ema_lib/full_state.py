@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ema_lib.agreement import from_rank_zero, raise_together
+from fsdp_ema_lib.agreement import agree, from_rank_zero, raise_together
 from fsdp_ema_lib.layout import Layout, Shard
 from fsdp_ema_lib.names import is_predictive_aux_key, normalize_generator_fsdp_key, normalize_generator_fsdp_state_dict
 from fsdp_ema_lib.process_group import comm_device, is_main_process
@@ -75,6 +75,8 @@ def refuse_parts_elsewhere(layout: Layout) -> None:
 
     Gathers end on rank 0, over the groups that it belongs to: a pipeline stage that it has no part of would be missing.
     """
+    if agree(list(layout.primary)):
+        return
     at_zero = set(from_rank_zero(list(layout.primary)))
     away = [name for name in layout.primary if name not in at_zero]
     error = None

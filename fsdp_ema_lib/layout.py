@@ -523,6 +523,10 @@ class Layout:
         """Every process group over which some parameter is sharded, each once, in the same order on its ranks."""
         return list(dict.fromkeys(group for unit in self.units for group in unit.groups()))
 
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts of some parameter; if not, each has the whole model."""
+        return any(group.size() > 1 for shard in self.shards.values() for group in shard.split_over())
+
     def stream(self, locals_: Mapping[str, Tensor], dst: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Gather local tensors to full ones, unit by unit, on global rank `dst`.
 

@@ -733,7 +733,7 @@ def change_somewhere(data, tree) -> None:
         tree.insert(0, data.draw(JSON))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_manifest_with_a_right_checksum_of_its_own_gives_the_right_data_or_a_clean_error(whole_checkpoint, data):
     path, files, training = whole_checkpoint
@@ -764,7 +764,7 @@ def look_offline(path: Path, more: tuple = ()) -> None:
     assert told.exit_code in (0, 1) and (told.exception is None or isinstance(told.exception, SystemExit)), told
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mutation_of_what_is_no_tensor_gives_a_clean_error_or_something_plain(whole_checkpoint, data):
     path, files, training = whole_checkpoint

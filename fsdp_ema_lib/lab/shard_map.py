@@ -118,8 +118,8 @@ def map_shards(world_size: int, *, min_num_params: int = 50_000_000, timeout_s: 
         >>> found = map_shards(2)["FSDP2 full"]
         >>> found.elements(), found.misplaced(), found.total("update")
         ([48, 37], [], [0, 0])
-        >>> found.gathers, found.total("full_state_dict")  # two more, in which the ranks tell each other of errors
-        ([6, 6], [8, 8])
+        >>> found.gathers, found.total("full_state_dict")  # four more, for errors and for the names
+        ([6, 6], [10, 10])
     """
     ways = SIMPLE + (TWO_DIMENSIONAL if world_size >= 4 and world_size % 2 == 0 else ())
     with ranks(world_size, device="cpu", limit_s=timeout_s, quiet=True) as r:
