@@ -74,6 +74,7 @@ def test_the_gpu_tests_are_found_by_their_mark(gpu_check):
     assert "tests/test_decay.py" not in found and not any("browser" in path for path in found)
 
 
+@pytest.mark.slow
 def test_neither_the_command_line_nor_a_notebook_nor_a_gpu_test_imports_what_is_not_asked_for(gpu_check):
     """Modules have the names of their packages here, but for the hyphen."""
     imports = []

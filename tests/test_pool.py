@@ -40,6 +40,7 @@ def test_a_run_that_is_killed_leaves_its_files_where_pytest_clears_them(ranks, t
     assert tmp_path_factory.getbasetemp() in Path(ranks.pools[2].folder).parents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("worker", "text"),
     [
