@@ -1,6 +1,7 @@
 """Pools of real gloo ranks that live for the whole test session."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -17,6 +18,9 @@ from typing import Any
 JOB_TIMEOUT_S = 120.0
 # After one rank failed the others often wait in a collective that it will never join.
 GRACE_AFTER_FAILURE_S = 3.0
+# Each gloo group has threads that wake up a hundred times a second as long as it lives. Jobs make many groups, and
+# thousands of such threads leave little time for anything else.
+JOBS_OF_A_GROUP = 20
 
 
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
@@ -27,15 +31,12 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=JOB_TIMEOUT_S),
-    )
+    jobs = 0
     while (job := connection.recv()) is not None:
         worker, kwargs, timeout = job
+        if jobs % JOBS_OF_A_GROUP == 0:
+            _join_anew(rank, world_size, f"{folder}/rendezvous{jobs}")
+        jobs += 1
         torch.manual_seed(0)
         # The stacks of a hung rank go to its log before the parent kills it.
         faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=log)
@@ -48,7 +49,24 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
             connection.send(reply)
         except Exception:
             connection.send((False, f"the result of rank {rank} cannot be sent:\n{traceback.format_exc()}"))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join_anew(rank: int, world_size: int, rendezvous: str) -> None:
+    """Leave the default group, with all groups that jobs made beside it, for a new one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOB_TIMEOUT_S),
+    )
 
 
 class RankPool:
