@@ -1,7 +1,6 @@
 """Pools of real gloo ranks that live for the whole test session."""
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import shutil
@@ -19,8 +18,8 @@ JOB_TIMEOUT_S = 120.0
 # After one rank failed the others often wait in a collective that it will never join.
 GRACE_AFTER_FAILURE_S = 3.0
 # Each gloo group has threads that wake up a hundred times a second as long as it lives. Jobs make many groups, and
-# thousands of such threads leave little time for anything else.
-JOBS_OF_A_GROUP = 20
+# thousands of such threads leave little time for anything else; torch's caches keep groups alive that were destroyed.
+JOBS_OF_A_POOL = 50
 
 
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
@@ -31,12 +30,15 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    jobs = 0
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOB_TIMEOUT_S),
+    )
     while (job := connection.recv()) is not None:
         worker, kwargs, timeout = job
-        if jobs % JOBS_OF_A_GROUP == 0:
-            _join_anew(rank, world_size, f"{folder}/rendezvous{jobs}")
-        jobs += 1
         torch.manual_seed(0)
         # The stacks of a hung rank go to its log before the parent kills it.
         faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=log)
@@ -49,24 +51,7 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
             connection.send(reply)
         except Exception:
             connection.send((False, f"the result of rank {rank} cannot be sent:\n{traceback.format_exc()}"))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _join_anew(rank: int, world_size: int, rendezvous: str) -> None:
-    """Leave the default group, with all groups that jobs made beside it, for a new one."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        gc.collect()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=JOB_TIMEOUT_S),
-    )
+    dist.destroy_process_group()
 
 
 class RankPool:
@@ -75,6 +60,7 @@ class RankPool:
     def __init__(self, world_size: int, folder: Path) -> None:
         self.folder = tempfile.mkdtemp(prefix=f"{world_size}-ranks-", dir=folder)
         context = multiprocessing.get_context("spawn")
+        self.jobs = 0
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -88,6 +74,7 @@ class RankPool:
             self.processes.append(process)
 
     def run(self, worker: Callable[..., Any], timeout: float, kwargs: dict[str, Any]) -> list[Any]:
+        self.jobs += 1
         for connection in self.connections:
             connection.send((worker, kwargs, timeout))
         replies: dict[int, tuple[bool, Any]] = {}
@@ -136,7 +123,7 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, started at first use, replaced after a failure.
+    """One pool per world size, started at first use, replaced after a failure and after `JOBS_OF_A_POOL`.
 
     Args:
         folder: for logs and meeting points, of pytest's making: what a run that is killed leaves there, a later clears.
@@ -150,6 +137,8 @@ class RankPools:
         self, world_size: int, worker: Callable[..., Any], *, timeout: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Run `worker(**kwargs)` on every rank; returns the results in rank order, or raises with each traceback."""
+        if world_size in self.pools and self.pools[world_size].jobs == JOBS_OF_A_POOL:
+            self.pools.pop(world_size).close()
         if world_size not in self.pools:
             self.pools[world_size] = RankPool(world_size, self.folder)
         try:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pool import RankPools
+
 
 def worker_sum() -> float:
     total = torch.tensor(float(dist.get_rank() + 1))
@@ -53,3 +55,12 @@ def test_a_rank_that_fails_hangs_or_dies_is_named_and_the_pool_recovers(ranks, w
     with pytest.raises(AssertionError, match=f"(?s){text}"):
         ranks(2, worker, timeout=3.0)
     assert ranks(2, worker_sum) == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_a_pool_is_replaced_after_so_many_jobs(ranks, monkeypatch):
+    monkeypatch.setattr("pool.JOBS_OF_A_POOL", 2)
+    pool = RankPools(ranks.folder)
+    pids = [pool(1, os.getpid)[0] for _ in range(4)]
+    pool.close()
+    assert pids[0] == pids[1] != pids[2] == pids[3]
