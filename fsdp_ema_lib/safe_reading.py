@@ -484,7 +484,7 @@ def packed_as_by_torch(archive: zipfile.ZipFile, size: int, where: str) -> dict[
     folders = {record.filename.partition("/")[0] for record in records}
     distinct = {record.filename.lower() for record in records}
     first = min((record.header_offset for record in records), default=0)
-    if len(folders) > 1 or len(distinct) < len(records) or first > 0 or archive.comment:
+    if len(folders) > 1 or len(distinct) < len(records) or first != 0 or archive.comment:
         raise UnsafeCheckpointError(
             f"{where}: refused a zip file with doubled names, several folders or bytes outside its records, which "
             f"torch.save does not write"

@@ -32,7 +32,15 @@ from fsdp_ema_lib import offline, safe_reading, storage
 from fsdp_ema_lib.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.lab import offline_cli
-from fsdp_ema_lib.safe_reading import _OPCODES, METADATA, _tiled, find_tensor, read_metadata, scan_pickle
+from fsdp_ema_lib.safe_reading import (
+    _OPCODES,
+    METADATA,
+    _tiled,
+    find_tensor,
+    packed_as_by_torch,
+    read_metadata,
+    scan_pickle,
+)
 from fsdp_ema_lib.sharded_view import interval_boxes
 from fsdp_ema_lib.storage import DamagedCheckpointError, UnsafeCheckpointError
 
@@ -604,6 +612,16 @@ def test_where_a_tensor_lies_in_its_file_is_found_exactly(saved):
         os.close(descriptor)
         found = torch.frombuffer(bytearray(raw[stored.start : stored.start + stored.nbytes]), dtype=stored.dtype)
         assert torch.equal(found.as_strided(stored.shape, stored.stride, stored.offset), expected)
+
+
+def test_an_entry_whose_records_start_before_it_is_refused():
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", b"0")
+    with zipfile.ZipFile(io.BytesIO(stream.getvalue()[3:])) as archive:
+        assert archive.infolist()[0].header_offset == -3
+        with pytest.raises(UnsafeCheckpointError, match="here: refused a zip file with .*bytes outside its records"):
+            packed_as_by_torch(archive, 1000, "here")
 
 
 # ---------------------------------------------------------------- mutations
