@@ -615,12 +615,15 @@ class EMA_FSDP:
 
     def _refuse_uncapturable(self, config: ema_state.Config) -> None:
         """Raise where a saved state cannot be gone on with on the device, which keeps this count."""
-        if self._capturable and config.update_every > 1:
+        if self._device_count is None:
+            return
+        if config.update_every > 1:
             raise ValueError(
-                f"update_every: the EMA state was saved with {config.update_every}, and capturable=True needs 1; build "
-                f"this EMA with capturable=False"
+                f"update_every: the EMA state was saved with {config.update_every}, and an EMA that counts on the "
+                f"device (capturable=True, or after fused steps under a GradScaler) needs 1; load it into a new EMA "
+                f"with capturable=False"
             )
-        if self._device_count is not None and (schedule := config.schedule()) is not None:
+        if (schedule := config.schedule()) is not None:
             decay_on_device(schedule, self._device_count + 1)
 
     def _refuse_while_swapped(self, what: str) -> None:

@@ -120,6 +120,20 @@ def test_a_state_that_a_device_cannot_go_on_with_is_refused_before_anything_chan
         assert torch.equal(ema.shadow["weight"], before)
 
 
+def test_a_count_that_a_scaler_moved_to_the_device_refuses_an_interval_too():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    ema = EMA_FSDP(model, DECAY)
+    ema.attach(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(())  # as a GradScaler sets them
+    optimizer.step()
+    before = ema.shadow["weight"].clone()
+    with pytest.raises(ValueError, match="update_every: .* counts on the device .* needs 1"):
+        ema.load_state_dict(EMA_FSDP(nn.Linear(2, 2), DECAY, update_every=4).state_dict())
+    assert torch.equal(ema.shadow["weight"], before) and ema.num_updates == 1
+
+
 @pytest.mark.parametrize("schedule", [Warmup(np.float32(0.99)), HalfLifeSamples(np.int64(1000), np.int64(10))], ids=str)
 def test_a_schedule_of_numpy_numbers_is_saved_and_comes_back(schedule):
     model = nn.Linear(2, 2)
