@@ -85,7 +85,9 @@ def write_stacks_to(path: str) -> None:
     global _stack_file
     # Standard error would not do: a kernel reads its own through a pipe, and what is in it is lost in a crash.
     _stack_file = open(path, "w")
-    faulthandler.enable(file=_stack_file, all_threads=False)
+    # Of all threads: one without Python, such as gloo's, has no stack of its own to show, and the call's says at least
+    # when it crashed.
+    faulthandler.enable(file=_stack_file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=False)
 
 

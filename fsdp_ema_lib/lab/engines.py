@@ -137,7 +137,11 @@ class LocalEngines:
 
     def _stack(self, pid: int) -> str:
         file = Path(self.stack_file(pid))
-        return file.read_text(errors="replace")[-_LOG_TAIL:] if file.is_file() else ""
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        first, *stacks = text.partition("\nExtension modules:")[0].strip().split("\n\n")
+        # After a crash: of the thread that crashed, if it runs Python, and of the main thread, which comes last.
+        wanted = [stack for i, stack in enumerate(stacks, 1) if stack.startswith("Current") or i == len(stacks)]
+        return "\n\n".join(part[:_LOG_TAIL] for part in [first, *wanted])
 
     def where(self, pids: Sequence[int]) -> list[str]:
         """The Python stack of each of these engines, now; at most two seconds are spent on it."""

@@ -1,3 +1,4 @@
+import ctypes
 import os
 import re
 import signal
@@ -279,6 +280,24 @@ def worker_sum_on_gpu():
 def test_a_crash_shows_where_it_happened(two, watched):
     with pytest.raises(RankError, match="(?s)^rank 0 of 2 died .SIGABRT. in worker_die\n.*in worker_die"):
         two.run(worker_die, 0, signal.SIGABRT)
+    assert_nothing_left(watched)
+
+
+def worker_crash_outside_python(rank):
+    if dist.get_rank() == rank:
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, ctypes.c_void_p(0), None)  # a thread that starts at address 0
+        threading.Event().wait(60.0)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_crash_in_a_thread_without_python_shows_where_the_call_was(two, watched):
+    with pytest.raises(RankError, match="(?s)^rank 1 of 2 died .SIGSEGV. in worker_crash_outside_python\n") as caught:
+        two.run(worker_crash_outside_python, 1)
+    text = str(caught.value)
+    assert "Segmentation fault" in text and "in worker_crash_outside_python\n" in text
+    assert text.count("hread 0x") == 1 and "Extension modules" not in text
     assert_nothing_left(watched)
 
 
