@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import kill_what_stays
 from torch import nn
 from trainings import Training, differences, small_model
 
@@ -442,10 +443,8 @@ def end_of(torchrun: subprocess.Popen) -> str:
         told = torchrun.communicate(timeout=150)[0]
     finally:
         torchrun.kill()
-        gone, alive = psutil.wait_procs(workers, timeout=10)
-        for process in alive:
-            process.kill()
-    assert not alive, f"left behind: {alive}"
+        left = kill_what_stays(workers, 10)
+    assert not left, f"left behind: {left}"
     return told
 
 

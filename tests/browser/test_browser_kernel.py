@@ -3,6 +3,7 @@
 import psutil
 import pytest
 from notebooks.test_notebooks import SHORT
+from processes import command
 
 from browser.workplace import Workplace
 from fsdp_ema_lib.lab.notebooks import inspect_notebook
@@ -32,7 +33,7 @@ def test_a_training_that_was_interrupted_runs_again(lab: Workplace):
 
 def test_restarting_the_kernel_ends_the_ranks_it_started(lab: Workplace):
     with lab.open(RANKS, SHORT[RANKS]) as notebook:
-        [kernel] = [p for p in lab.server.started() if "ipykernel_launcher" in " ".join(p.cmdline())]
+        [kernel] = [p for p in lab.server.started() if "ipykernel_launcher" in command(p)]
         notebook.start()
         notebook.until_cell("cell.id === 'setup' && house.kernelStatus(path) === 'busy'", "the ranks' cell to start")
         old = with_ranks(lab, kernel)

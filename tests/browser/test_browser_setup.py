@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import command, kill_what_stays
 
 from browser import chromium
 from browser.chromium import NoBrowser, find_chromium
@@ -121,13 +122,12 @@ def test_nothing_is_left_when_the_suite_is_broken_off(blow):
         run.send_signal(blow)
         run.communicate(timeout=90)
         assert run.returncode != 0
-        _, alive = psutil.wait_procs([*marked_processes(mark), *naming(folder)], timeout=30)
-        assert [process.cmdline() for process in alive] == []
+        assert kill_what_stays([*marked_processes(mark), *naming(folder)], 30) == []
 
 
 def wait_for_ranks(run: subprocess.Popen, mark: str) -> None:
     while run.poll() is None:
-        if sum(process.cmdline()[-1:] == ["ipyparallel.engine"] for process in marked_processes(mark)) >= 2:
+        if sum(command(process).endswith(" ipyparallel.engine") for process in marked_processes(mark)) >= 2:
             return
         try:
             run.wait(0.2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import psutil
+from processes import kill_what_stays
 
 from browser.chromium import chromium_page
 from browser.lab_page import LabPage, Notebook
@@ -56,10 +56,7 @@ class Workplace:
 
     def _assert_nothing_left(self, stem: str) -> None:
         # A rank that is killed with its kernel is gone a moment after it, not at once.
-        _, alive = psutil.wait_procs(self.server.started(), timeout=END_LIMIT_S)
-        left = [" ".join(process.cmdline()) for process in alive if process.is_running()]
-        for process in alive:
-            process.kill()
+        left = kill_what_stays(self.server.started(), END_LIMIT_S)
         assert not left, f"{stem} left behind: {left}"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from processes import kill_what_stays
 
 from fsdp_ema_lib.lab.kernel_host import MARK, marked_processes
 
@@ -59,9 +59,6 @@ def no_orphans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield
         # A process that was killed with its parent is gone a moment after it, not at once.
-        _, alive = psutil.wait_procs(marked_processes(mark), timeout=10)
-        left = [" ".join(process.cmdline()) for process in alive]
-        for process in alive:
-            process.kill()
+        left = kill_what_stays(marked_processes(mark), 10)
         assert not left, f"left behind: {left}"
         assert os.listdir(temporary) == []

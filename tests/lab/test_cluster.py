@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jupyter_client import KernelManager
+from processes import command, kill_what_stays
 from torch.distributed.checkpoint.api import CheckpointException
 from traitlets.config import Config
 
@@ -45,8 +46,7 @@ def watched(tmp_path_factory):
 def assert_nothing_left(watched):
     mark, folder = watched
     # One that was killed together with its parent is gone a moment after it.
-    _, alive = psutil.wait_procs(marked_processes(mark), timeout=20)
-    assert [process.cmdline() for process in alive] == []
+    assert kill_what_stays(marked_processes(mark), 20) == []
     assert [path.name for path in folder.iterdir() if path.name.startswith("fsdp-ema-ranks-")] == []
 
 
@@ -454,10 +454,9 @@ def test_a_kernel_that_ends_in_order_ends_its_ranks(kernel, watched_kernel, end)
     theirs = [
         process
         for process in marked_processes(watched_kernel[0])
-        if any(name in " ".join(process.cmdline()) for name in ("ipyparallel", "cluster_guard"))
+        if any(name in command(process) for name in ("ipyparallel", "cluster_guard"))
     ]
-    _, alive = psutil.wait_procs(theirs, timeout=20)
-    assert alive == []
+    assert kill_what_stays(theirs, 20) == []
     assert [path.name for path in watched_kernel[1].iterdir() if path.name.startswith("fsdp-ema-ranks-")] == []
 
 

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 import torch
+from processes import command, kill_what_stays
 
 from fsdp_ema_lib.lab import killed_run
 from fsdp_ema_lib.lab.killed_run import Kill, run_with_kills
@@ -104,10 +105,7 @@ def test_the_ranks_end_with_a_caller_that_is_killed(tmp_path):
     finally:
         caller.kill()
         caller.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    for process in alive:
-        process.kill()
-    assert alive == []
+    assert kill_what_stays(started, 20) == []
 
 
 def test_no_server_is_left(run, one_server):
@@ -146,4 +144,4 @@ def test_no_process_is_left_but_a_tracker_that_was_there_before(tmp_path):
 def servers():
     """The fork server and what it has started; other tests of this session have ranks of their own."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    return [child for child in children if "forkserver" in command(child)]

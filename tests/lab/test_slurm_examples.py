@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import kill_what_stays
 from torch.distributed.run import get_args_parser
 
 from fsdp_ema_lib import offline
@@ -155,8 +156,7 @@ def run_script(script, slurm, until: str | None = None) -> tuple[int, str]:
             job.wait(timeout=150)
         finally:
             children = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
-            for process in children:
-                process.kill()
+            kill_what_stays(children, 0)
             job.kill()
             job.wait()
     return job.returncode, log.read_text()
