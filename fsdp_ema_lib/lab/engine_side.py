@@ -85,8 +85,8 @@ def write_stacks_to(path: str) -> None:
     global _stack_file
     # Standard error would not do: a kernel reads its own through a pipe, and what is in it is lost in a crash.
     _stack_file = open(path, "w")
-    # Of all threads: one without Python, such as gloo's, has no stack of its own to show, and the call's says at least
-    # when it crashed.
+    # Of all threads: one that runs no Python, such as gloo's, has no stack to show when it crashes; the main thread's
+    # says at least during what.
     faulthandler.enable(file=_stack_file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=False)
 
