@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from fsdp_ema_lib import checkpoint_state
+from fsdp_ema_lib import checkpoint_state, gloo_threads
 from fsdp_ema_lib.checkpoint_entries import staged
 from fsdp_ema_lib.checkpoint_manager import CheckpointManager
 from fsdp_ema_lib.checkpoint_state import Parts
@@ -222,6 +222,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any)
                 results.put((kind, what, found))
                 shutil.rmtree(place)
             dist.barrier()
+    gloo_threads.let_go()
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_ema_lib import agent_store
+from fsdp_ema_lib import agent_store, gloo_threads
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -137,7 +137,8 @@ def launch_distributed_job(
 def shutdown() -> None:
     """End the group that `launch_distributed_job` started, and remove its rendezvous file and directory.
 
-    Under torchrun every rank calls it, after its last collective. Calling it without a group, or again, does nothing.
+    Under torchrun every rank calls it, after its last collective. Of gloo it waits for no other rank, only for this
+    rank's own threads, for at most two seconds a group. Calling it without a group, or again, does nothing.
     A group that other code started is left to that code, and so is everything in a forked child. It runs by itself
     when the interpreter exits, also after an exception or an interrupt; only NCCL groups of several ranks are then left
     to the end of the process, because NCCL may wait for work that a failed rank will never do. A process that is
@@ -153,6 +154,7 @@ def shutdown() -> None:
     # In this order an interrupt at any point leaves something that a second call completes.
     try:
         if _job.is_running():
+            gloo_threads.let_go()
             dist.destroy_process_group()
     finally:
         _remove(_job.folder)
