@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ GPU_SCRATCH_BYTES = 32 << 20  # few launches, and still small beside a model
 # torch spreads an operation on a CPU over threads from so many elements on (its GRAIN_SIZE). Smaller tensors leave all
 # cores but one idle. From so many of them on it paid to deal them out, whatever their size (16x16 to 128x128, 2 cores).
 CPU_GRAIN_ELEMENTS = 32768
+CPU_CALL_ELEMENTS = 1500  # as many more elements take as long as a tensor does by itself (1.1 µs of 4.1 for 64x64)
 MANY_TENSORS = 400
 
 
@@ -92,9 +94,18 @@ def _batches_in_place(tensors: Sequence[tuple[Tensor, ...]], device: torch.devic
     if device.type != "cpu" or len(small) < MANY_TENSORS or (hands := torch.get_num_threads()) == 1:
         return [_batch_in_place(tensors)]
     large = [members for members in tensors if members[0].numel() >= CPU_GRAIN_ELEMENTS]
-    shares = [small[hand::hands] for hand in range(hands)]
-    batches = [_batch_in_place(share, elsewhere=hand > 0) for hand, share in enumerate(shares)]
+    batches = [_batch_in_place(share, elsewhere=hand > 0) for hand, share in enumerate(_shares(small, hands))]
     return [*batches, _batch_in_place(large)] if large else batches
+
+
+def _shares(tensors: Sequence[tuple[Tensor, ...]], hands: int) -> list[list[tuple[Tensor, ...]]]:
+    """Deal tensors out in stretches that take about equally long; one by one, a hand might get all the biases."""
+    costs = [members[0].numel() + CPU_CALL_ELEMENTS for members in tensors]
+    whole = sum(costs)
+    shares: list[list[tuple[Tensor, ...]]] = [[] for _ in range(hands)]
+    for members, cost, done in zip(tensors, costs, accumulate(costs), strict=True):
+        shares[(2 * done - cost) * hands // (2 * whole)].append(members)
+    return [share for share in shares if share]
 
 
 def _batch_in_place(tensors: Sequence[tuple[Tensor, ...]], **settings: Any) -> Batch:

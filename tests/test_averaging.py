@@ -113,6 +113,23 @@ def test_many_small_tensors_are_averaged_by_several_threads_to_the_same_bits(mon
     assert all(torch.equal(a, b) for a, b in zip(alone, shadow, strict=True))
 
 
+@pytest.mark.parametrize("shapes", [[(64, 64), (64,)], [(64, 64)] * 3 + [(2,)], [(2,)]], ids=str)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_every_thread_gets_about_as_much_to_do(monkeypatch, shapes, threads):
+    monkeypatch.setattr(averaging.torch, "get_num_threads", lambda: threads)
+    shadow = tensors(shapes * averaging.MANY_TENSORS, torch.float32, 9)
+    batches = plan(shadow, shadow)
+    assert [id(t) for batch in batches for t in batch.shadow] == [id(t) for t in shadow]
+    costs = [sum(t.numel() + averaging.CPU_CALL_ELEMENTS for t in batch.shadow) for batch in batches]
+    assert len(costs) == threads
+    assert max(costs) < 1.02 * min(costs)
+
+
+def test_more_threads_than_tensors_to_share():
+    shares = averaging._shares([(torch.zeros(n),) for n in (30000, 1, 1)], 16)
+    assert [len(share) for share in shares] == [1, 1, 1]
+
+
 def test_an_error_in_another_thread_is_raised(monkeypatch):
     monkeypatch.setattr(averaging.torch, "get_num_threads", lambda: 2)
     live, shadow = tensors(MANY, torch.float32, 8), tensors(MANY, torch.float32, 9)
