@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,29 +200,26 @@ def measure_times(kind: str, folder: Path, mebibytes: int, repeats: int) -> dict
     return found
 
 
-def rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any) -> None:
+def rank_main(rank: int, folder: str, kind: str, part: str, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
-    jobs: dict[str, Callable[[str, Path], Any]] = {}
-    if "export" in options.only:
-        jobs |= {
-            f"export in {blocks} units": lambda kind, place, blocks=blocks: measure_export(
-                kind, place, options.export_mib, blocks
-            )
-            for blocks in (16, 4)
-        }
-    if "times" in options.only:
-        jobs["times"] = lambda kind, place: measure_times(kind, place, options.times_mib, options.repeats)
-    for kind in KINDS:
-        for what, measure in jobs.items():
-            place = Path(folder) / f"{kind} {what}"
-            place.mkdir(exist_ok=True)
-            found = measure(kind, place)
-            dist.barrier()
-            if rank == 0:
-                results.put((kind, what, found))
-                shutil.rmtree(place)
-            dist.barrier()
+    jobs: dict[str, Callable[[Path], Any]] = {
+        f"export in {blocks} units": lambda place, blocks=blocks: measure_export(
+            kind, place, options.export_mib, blocks
+        )
+        for blocks in (16, 4)
+    }
+    if part == "times":
+        jobs = {"times": lambda place: measure_times(kind, place, options.times_mib, options.repeats)}
+    for what, measure in jobs.items():
+        place = Path(folder) / what
+        place.mkdir(exist_ok=True)
+        found = measure(place)
+        dist.barrier()
+        if rank == 0:
+            results.put((kind, what, found))
+            shutil.rmtree(place)
+        dist.barrier()
     gloo_threads.let_go()
     dist.destroy_process_group()
 
@@ -295,9 +293,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(rank_main, (folder, options, results), nprocs=options.ranks)
+    results = mp.get_context("spawn").SimpleQueue()
+    # Each in processes of its own: in what others left free and in pieces, the allocator finds each unit another place.
+    for kind, part in product(KINDS, options.only):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            mp.spawn(rank_main, (folder, kind, part, options, results), nprocs=options.ranks)
         while not results.empty():
             kind, what, numbers = results.get()
             found[kind][what] = numbers
