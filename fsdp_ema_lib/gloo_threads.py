@@ -39,7 +39,7 @@ def let_go(groups: Iterable[dist.ProcessGroup] | None = None) -> None:
     for backend in _gloo_backends(dist.distributed_c10d._world.pg_map if groups is None else groups):
         try:
             _meet_every_thread(backend)
-        except RuntimeError:  # a group that a lost rank has broken: its threads have given up as well
+        except RuntimeError:  # no thread of it is free, or a lost rank has broken the group: nothing to wait for
             continue
 
 
