@@ -130,7 +130,8 @@ def load_checkpoint(
         FileNotFoundError: no whole checkpoint at `path`.
         ValueError: entries missing, unexpected, of another shape, dtype or class: all in one error, nothing changed.
             Or a scheduler or sampler that did not take its state, when only it may have changed.
-        DamagedCheckpointError (a ValueError): a file is not what was saved, named.
+        DamagedCheckpointError (a ValueError): a file is not what was saved, named. Nothing was changed, unless it says
+            so: where a file that could be read before the first change cannot be read any more.
         UnsafeCheckpointError: the checkpoint would run code or reaches out of its directory. All on every rank.
     """
     parts = Parts(model, optimizer, scheduler=scheduler, sampler=sampler, random=optimizer is not None)
@@ -138,7 +139,8 @@ def load_checkpoint(
         parts.emas = by_name(ema)
     opened = open_checkpoint(Path(path), None, verify)
     restore = match(opened, parts, allow_missing, allow_unexpected, None)
-    fill(opened, restore, None)
+    reader = rehearse(opened, restore, None)
+    fill(opened, restore, reader, None)
     return finish(opened, restore, None)
 
 
@@ -460,39 +462,68 @@ def match(
     return restore
 
 
-def fill(opened: Opened, restore: Restore, group: Group) -> None:
-    """Read this rank's part of every entry into tensors of its own. Collective over the group; changes nothing else.
+def rehearse(opened: Opened, restore: Restore, group: Group) -> SafeReader:
+    """Read this rank's part of every entry, and keep what is not in use yet. Collective over the group.
+
+    Returns:
+        What `fill` reads the values with that belong into tensors in use, which are not changed yet.
 
     Raises:
         OSError, DamagedCheckpointError, UnsafeCheckpointError: from reading, on every rank.
     """
+    reader = SafeReader(opened.path, opened.metadata, restore.in_place)
     with together(group), _unreadable_is_damaged(opened.path), _quiet_without_a_group():
         load(
             {ENTRIES: restore.entries},
-            storage_reader=SafeReader(opened.path, opened.metadata),
+            storage_reader=reader,
             planner=SafeLoadPlanner(),
             process_group=group,
         )
     with together(group):
         for check in restore.checks:
             check()
+    return reader
 
 
-def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
-    """Put everything back. Every rank must call; nothing is read any more.
+def fill(opened: Opened, restore: Restore, reader: SafeReader, group: Group) -> None:
+    """Let scheduler and sampler take their states, then read what is in use. Collective over the group.
 
     Raises:
         ValueError: a scheduler or a sampler did not take its state; model, optimizer and averages are unchanged.
+        DamagedCheckpointError, OSError: what `rehearse` could read cannot be read any more; they are not.
     """
     with together(group):
         for take in restore.takers:
             take()
+    with together(group), _half_is_said(), _unreadable_is_damaged(opened.path):
+        reader.fill_in_place()
+
+
+def finish(opened: Opened, restore: Restore, group: Group) -> dict[str, Any]:
+    """Put back what is no tensor in use. Collective over the group; nothing is read any more."""
     with together(group):
         for step in restore.steps:
             step()
     for note in restore.notes:
         warnings.warn(note, stacklevel=3)
     return {"step": opened.manifest["step"], "extra": opened.manifest["extra"]}
+
+
+@contextmanager
+def _half_is_said() -> Iterator[None]:
+    """Add to any error that what is in use is changed in part, and keep the types that tell damage from the rest."""
+    try:
+        yield
+    except Exception as problem:
+        kept = isinstance(problem, OSError | DamagedCheckpointError | UnsafeCheckpointError)
+        error = (type(problem) if kept else RuntimeError)(
+            f"{problem}\nAll could be read a moment before; this came when it was put in place. Model, optimizer and "
+            f"averages are a mixture of what they were and of the checkpoint: load one again, or build them anew, "
+            f"before you go on."
+        )
+        if isinstance(problem, OSError) and isinstance(error, OSError):
+            error.errno = problem.errno
+        raise error from problem
 
 
 @contextmanager

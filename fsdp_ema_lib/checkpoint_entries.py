@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from fsdp_ema_lib.ema_state import local_of
-from fsdp_ema_lib.layout import Shard
 from fsdp_ema_lib.sharded_view import ShardedView
 
 
@@ -54,13 +53,14 @@ class Contents:
 
 @dataclass
 class Restore:
-    """A load in preparation: tensors of its own to fill, and what to do with them once all are filled.
+    """A load in preparation: what it fills, and what to do once all is filled.
 
     Attributes:
         entries: entry name -> what is to be filled, in checkpoint form.
-        checks: run after filling, before anything is changed; they raise.
-        takers: run before `steps`: the `load_state_dict` of objects of the caller's, which may raise whatever it likes.
-        steps: change the model, the optimizer and the rest.
+        in_place: those of the entries that are filled last of all, because their values are in use.
+        checks: run once the others are filled, before anything is changed; they raise.
+        takers: run next: the `load_state_dict` of objects of the caller's, which may raise whatever it likes.
+        steps: run once all entries are filled; change the rest.
         faults: every way in which the checkpoint does not fit.
         strays: what the checkpoint holds and this rank did not ask for: a fault where no rank did.
     """
@@ -72,6 +72,7 @@ class Restore:
     allow_missing: Sequence[str] = ()
     allow_unexpected: Sequence[str] = ()
     entries: dict[str, Any] = field(default_factory=dict)
+    in_place: set[str] = field(default_factory=set)
     checks: list[Callable[[], None]] = field(default_factory=list)
     takers: list[Callable[[], None]] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
@@ -123,19 +124,38 @@ class Restore:
             return True
         return False
 
-    def want(self, entry: str, name: str, shard: Shard | None, current: Tensor) -> Tensor | None:
-        """Ask for a tensor like `current`; returns a local one on the CPU that will be filled, None if it does not fit.
+    def want(self, entry: str, name: str, current: Tensor) -> Tensor | None:
+        """Ask for a tensor like `current`, which every rank has whole.
 
         Args:
             entry, name: as for `fits`.
-            shard: where it belongs; None for one that every rank has whole.
             current: this rank's values now.
+
+        Returns:
+            A tensor on the CPU that will be filled; None if it does not fit.
         """
-        if not self.fits(entry, name, current.shape if shard is None else shard.shape, current.dtype):
+        if not self.fits(entry, name, current.shape, current.dtype):
             return None
-        local = torch.empty_like(current, device="cpu", requires_grad=False)
-        self.entries[self.own(entry)] = local if shard is None else shard.view(local)
-        return local
+        filled = torch.empty_like(current, device="cpu", requires_grad=False)
+        self.entries[self.own(entry)] = filled
+        return filled
+
+    def want_in_place(self, entry: str, view: Tensor) -> None:
+        """Ask for values of an entry that fits, to be read into those that are in use.
+
+        Args:
+            entry: its name in the checkpoint.
+            view: the values in use, in checkpoint form.
+        """
+        local = local_of(view)
+        if any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)):
+            self.faults.append(
+                f"{entry}: several of its elements share one place in memory here (an expanded tensor), so that they "
+                f"cannot be filled; clone() it"
+            )
+            return
+        self.entries[self.own(entry)] = view
+        self.in_place.add(self.own(entry))
 
     def want_object(self, entry: str, fault: str | None) -> bool:
         """Ask for something that is no tensor; `fault` is what to say if it is missing, None if it may be."""

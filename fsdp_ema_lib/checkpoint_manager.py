@@ -341,11 +341,12 @@ class CheckpointManager:
                 continue
             restore = checkpoint.match(opened, parts, allow_missing, allow_unexpected, self._group)
             try:
-                checkpoint.fill(opened, restore, self._group)
+                reader = checkpoint.rehearse(opened, restore, self._group)
+                log.info("loading step %d from %s", candidate, opened.path)
+                checkpoint.fill(opened, restore, reader, self._group)
             except _DAMAGE as problem:
                 self._fall_back(fall_back, steps[number:], problem)
                 continue
-            log.info("loading step %d from %s", candidate, opened.path)
             found = checkpoint.finish(opened, restore, self._group)
             self._loaded = candidate
             return found

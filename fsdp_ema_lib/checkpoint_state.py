@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_ema_lib import ema_state, optimizer_state
-from fsdp_ema_lib.checkpoint_entries import Contents, Restore, flat, over
+from fsdp_ema_lib.checkpoint_entries import Contents, Restore, flat
 from fsdp_ema_lib.ema import EMA_FSDP
 from fsdp_ema_lib.layout import Layout
 from fsdp_ema_lib.random_states import check_random_state, random_state, set_random_state
@@ -206,11 +206,11 @@ def prepare(
 
 
 def _want_model(restore: Restore, layout: Layout) -> None:
-    found: dict[str, Tensor] = {}
+    layout.before_write()  # here already: it may give the values another place
     for name, shard in (layout.shards | layout.buffers).items():
-        local = restore.want(f"model.{name}", name, shard, shard.live())
-        if local is not None:
-            found[name] = local
+        live = shard.live()
+        if restore.fits(f"model.{name}", name, shard.shape, live.dtype):
+            restore.want_in_place(f"model.{name}", shard.view(live))
     owners = [m for part in layout.modules for m in part.modules() if _has_extra_state(m)]
     extra = dict(zip(layout.extra_state, owners, strict=True))
     wanted = {}
@@ -218,19 +218,12 @@ def _want_model(restore: Restore, layout: Layout) -> None:
         entry = f"model.{name}"
         restore.known.add(entry)
         if isinstance(layout.extra_state[name], Tensor):
-            local = restore.want(entry, name, None, layout.extra_state[name])
-            if local is not None:
+            if restore.want(entry, name, layout.extra_state[name]) is not None:
                 wanted[entry] = owner
         elif restore.want_object(entry, None if restore.may_miss(name) else f"{entry}: missing in the checkpoint"):
             wanted[entry] = owner
 
-    @torch.no_grad()
     def put() -> None:
-        layout.before_write()
-        for name, local in found.items():
-            shard = layout.get(name)
-            assert shard is not None
-            shard.live().copy_(local)
         for entry, owner in wanted.items():
             owner.set_extra_state(restore.entries[entry])
 
@@ -243,22 +236,21 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 def _want_ema(restore: Restore, name: str, average: EMA_FSDP) -> None:
     here = average.state_dict()
-    staged: dict[str, Any] = {key: {} if isinstance(value, Mapping) else value for key, value in here.items()}
+    wanted: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in here.items()}
     for key, current in flat(ema_state.lasting(here)):
-        local = torch.empty_like(ema_state.local_of(current), device="cpu")
-        view = over(current, local)
-        group, _, rest = key.partition(".")
-        if restore.fits(f"ema.{name}.{key}", rest or key, current.shape, current.dtype):
-            restore.entries[restore.own(f"ema.{name}.{key}")] = view
-        else:
-            local.copy_(ema_state.local_of(current))
-        (staged[group] if rest else staged)[rest or key] = view
+        entry = f"ema.{name}.{key}"
+        group, _, parameter = key.partition(".")
+        if parameter:
+            if restore.fits(entry, parameter, current.shape, current.dtype):
+                restore.want_in_place(entry, current)
+        elif (filled := restore.want(entry, key, current)) is not None:
+            wanted[group] = filled
 
     def check() -> None:
-        ema_state.check(staged, here)
+        ema_state.check(wanted, here)
 
     restore.checks.append(check)
-    restore.steps.append(lambda: average.load_state_dict(staged))
+    restore.steps.append(lambda: average.load_state_dict(wanted))
 
 
 def _want_stateful(restore: Restore, stateful: Stateful, entry: str, what: str) -> None:
@@ -304,7 +296,7 @@ def _want_random(restore: Restore) -> None:
     found: dict[str, Tensor] = {}
     for key, current in here.items():
         if restore.saved(prefix + key) is not None:
-            local = restore.want(prefix + key, key, None, current)
+            local = restore.want(prefix + key, key, current)
             if local is not None:
                 found[key] = local
         elif key.startswith("python") or (key == "numpy_gauss" and restore.saved(f"{prefix}numpy") is not None):

@@ -33,6 +33,11 @@ class Held:
         """Whether a state tensor has an element for each element of the parameter."""
         return isinstance(state, Tensor) and local_of(state).shape == local_of(self.param).shape
 
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """A new state tensor in the form of the parameter."""
+        local = torch.zeros_like(local_of(self.param), dtype=dtype, requires_grad=False)
+        return self.shards[0].view(local) if isinstance(self.param, DTensor) else local
+
 
 def held_by(layout: Layout, optimizer: torch.optim.Optimizer) -> list[list[Held]]:
     """What each parameter group of an optimizer holds.
@@ -197,8 +202,8 @@ def _want_held(
     complete: set[str],
 ) -> None:
     """Ask for the state of one tensor that the optimizer steps; wholly absent is fine, half-present is not."""
-    parts: dict[str, list[tuple[Shard, Tensor]]] = defaultdict(list)
-    plain: dict[str, Any] = {}
+    split: dict[str, list[Shard]] = defaultdict(list)
+    state: dict[str, Any] = {}
     for shard in held.shards:
         present = {*keys[shard.name], *values[shard.name]}
         if present and present != complete:
@@ -206,30 +211,29 @@ def _want_held(
                 f"optimizer: {shard.name}: the checkpoint holds its {', '.join(sorted(present))}, but not its "
                 f"{', '.join(sorted(complete - present))}"
             )
-        plain.update(values[shard.name])
+        state.update(values[shard.name])
         for key, saved in keys[shard.name].items():
             if not isinstance(saved, TensorStorageMetadata):
                 restore.faults.append(f"optimizer.{shard.name}.{key}: the checkpoint holds no tensor")
             elif saved.size == shard.shape:
-                live = shard.live()
-                local = torch.empty_like(live, dtype=saved.properties.dtype, device="cpu", requires_grad=False)
-                restore.entries[f"optimizer.{shard.name}.{key}"] = shard.view(local)
-                parts[key].append((shard, local))
+                split[key].append(shard)
             elif saved.size.numel() > 1 and shard.split_over():
                 restore.faults.append(
                     f"optimizer.{shard.name}.{key}: the checkpoint holds {tuple(saved.size)}, the parameter is "
                     f"{tuple(shard.shape)} and sharded"
                 )
             else:
-                plain[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
-                restore.entries[f"optimizer.{shard.name}.{key}"] = plain[key]
+                state[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+                restore.entries[f"optimizer.{shard.name}.{key}"] = state[key]
+    single = [key for key, value in state.items() if isinstance(value, Tensor)]
+    current = optimizer.state.get(held.param, {})
+    for key, shards in split.items():
+        state[key] = _want_state(restore, held, key, shards, current.get(key))
 
     def put() -> None:
         group = optimizer.param_groups[number]
-        state = {key: _joined(held, pieces) for key, pieces in parts.items()}
-        for key, value in plain.items():
-            on_device = isinstance(value, Tensor) and (group.get("capturable") or group.get("fused"))
-            state[key] = value.to(held.param.device) if on_device else value
+        if group.get("capturable") or group.get("fused"):
+            state.update({key: state[key].to(held.param.device) for key in single})
         never_stepped = not isinstance(held.param, DTensor) and not held.param.numel()
         if state and not (never_stepped and any(shard.split_over() for shard in held.shards)):
             optimizer.state[held.param] = state
@@ -239,14 +243,16 @@ def _want_held(
     restore.steps.append(put)
 
 
-def _joined(held: Held, pieces: Sequence[tuple[Shard, Tensor]]) -> Tensor:
-    """A state tensor of the optimizer's own form, from the parts of the named parameters in it."""
-    param = held.param
-    if len(pieces) == 1 and pieces[0][1].shape == local_of(param).shape:
-        shard, local = pieces[0]
-        local = local.to(local_of(param).device)
-        return shard.view(local) if isinstance(param, DTensor) else local
-    whole = torch.zeros_like(param, dtype=pieces[0][1].dtype, requires_grad=False)
-    for shard, local in pieces:
-        held.cut(shard, whole).copy_(local)
+def _want_state(restore: Restore, held: Held, key: str, shards: Sequence[Shard], current: Any) -> Tensor:
+    """Ask for a state tensor with an element for each of the parameter's: the current one, or else a new one."""
+    saved = restore.saved(f"optimizer.{shards[0].name}.{key}")
+    # A new one is zero where nothing was saved: between the parameters of a flat one, and at one never stepped.
+    in_use = held.fits(current) and current.dtype == saved.properties.dtype and len(shards) == len(held.shards)
+    whole: Tensor = current if in_use else held.zeros(saved.properties.dtype)
+    for shard in shards:
+        view = shard.view(held.cut(shard, whole).detach())
+        if in_use:
+            restore.want_in_place(f"optimizer.{shard.name}.{key}", view)
+        else:
+            restore.entries[f"optimizer.{shard.name}.{key}"] = view
     return whole

@@ -11,7 +11,8 @@ import pickle
 import pickletools
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -42,6 +43,7 @@ ENTRIES = "entries"
 _METADATA_BYTES = 1 << 30
 _PICKLE_BYTES = 1 << 24  # of the pickle inside one entry: a byte of it can make an object of 64
 _BYTES_ENTRY = 1 << 32
+_SCRATCH_BYTES = 1 << 20
 
 _DCP = "torch.distributed.checkpoint."
 _RECORDS = frozenset(
@@ -581,21 +583,44 @@ def read_box(
     """Copy a hyper-rectangle of a stored tensor to `target`, reading only the bytes between its first and last."""
     if math.prod(sizes) == 0:
         return
-    first = stored.offset + sum(o * s for o, s in zip(offsets, stored.stride, strict=True))
-    count = sum((n - 1) * s for n, s in zip(sizes, stored.stride, strict=True)) + 1
-    position = stored.start + first * stored.dtype.itemsize
+    position, count = _span(stored, offsets, sizes)
     dense = [n for n in range(len(sizes)) if sizes[n] > 1]
     same_order = all(target.stride(n) == stored.stride[n] for n in dense) and count == math.prod(sizes)
-    if same_order and target.device.type == "cpu" and target.dtype == stored.dtype:
-        read_bytes(descriptor, position, target.as_strided((count,), (1,)), where)
-    else:
-        values = torch.empty(count, dtype=stored.dtype)
-        read_bytes(descriptor, position, values, where)
-        target.copy_(values.as_strided(tuple(sizes), stored.stride))
+    as_stored = target.device.type == "cpu" and target.dtype == stored.dtype and not _is_pending(target)
+    in_place = same_order and as_stored
+    values = target.as_strided((count,), (1,)) if in_place else torch.empty(count, dtype=stored.dtype)
+    read_bytes(descriptor, position, values, where)
     if stored.conjugated:
-        target.conj_physical_()
+        values.conj_physical_()
     if stored.negated:
-        target.neg_()
+        values.neg_()
+    if not in_place:
+        target.copy_(values.as_strided(tuple(sizes), stored.stride))
+
+
+def _span(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Where in the file a hyper-rectangle with elements begins, and how many elements there are up to its last."""
+    first = stored.offset + sum(o * s for o, s in zip(offsets, stored.stride, strict=True))
+    count = sum((n - 1) * s for n, s in zip(sizes, stored.stride, strict=True)) + 1
+    return stored.start + first * stored.dtype.itemsize, count
+
+
+def _is_pending(tensor: Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def rehearse_box(
+    descriptor: int, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], where: str
+) -> None:
+    """Read what `read_box` would, and keep nothing of it: raises what it would, for what a disk cannot give back."""
+    if math.prod(sizes) == 0:
+        return
+    position, count = _span(stored, offsets, sizes)
+    end = position + count * stored.dtype.itemsize
+    scratch = torch.empty(min(end - position, _SCRATCH_BYTES), dtype=torch.uint8)
+    while position < end:
+        read_bytes(descriptor, position, scratch[: end - position], where)
+        position += len(scratch)
 
 
 def read_bytes(descriptor: int, position: int, into: Tensor, where: str) -> None:
@@ -660,47 +685,75 @@ class SafeReader(FileSystemReader):
     Args:
         path: the checkpoint.
         metadata: what `read_metadata` returned for it.
+        in_place: names of tensors whose values are in use: of them all is looked at and read, and nothing changed
+            before `fill_in_place`.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, in_place: Collection[str] = ()) -> None:
         super().__init__(path)
         self.metadata = metadata
+        self._in_place = in_place
+        self._left: list[tuple[str, StoredTensor, ReadItem, Tensor, str]] = []
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert isinstance(planner, SafeLoadPlanner)
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in per_file.items():
-            descriptor = open_inside(Path(self.path), name)
-            try:
-                where = f"{Path(self.path) / name}, "
-                in_order = sorted(items, key=lambda item: self.storage_data[item.storage_index].offset)
-                in_threads(
-                    [
-                        partial(self._read, descriptor, item, planner, where + item.storage_index.fqn)
-                        for item in in_order
-                    ]
-                )
-            finally:
-                os.close(descriptor)
+            in_order = sorted(items, key=lambda item: self.storage_data[item.storage_index].offset)
+            with self._opened(name) as descriptor:
+                in_threads([partial(self._read, descriptor, name, item, planner) for item in in_order])
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, descriptor: int, item: ReadItem, planner: LoadPlanner, where: str) -> None:
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        descriptor = open_inside(Path(self.path), name)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, name: str, item: ReadItem, planner: "SafeLoadPlanner") -> None:
         info = self.storage_data[item.storage_index]
+        where = f"{Path(self.path) / name}, {item.storage_index.fqn}"
         if item.type == LoadItemType.BYTE_IO:
-            assert isinstance(planner, SafeLoadPlanner)
             planner.state_dict[item.dest_index.fqn] = read_object(descriptor, info, where)
             return
         stored = find_tensor(descriptor, info, where)
         refuse_other_than_listed(stored, self.metadata, item.storage_index, where)
         target = planner.resolve_tensor(item).detach()
+        if item.dest_index.fqn in self._in_place:
+            rehearse_box(descriptor, stored, item.storage_offsets, item.lengths, where)
+            self._left.append((name, stored, item, target, where))
+        else:
+            read_box(descriptor, stored, item.storage_offsets, item.lengths, target, where)
+
+    def fill_in_place(self) -> None:
+        """Read the tensors that are in use, once everything else has been found right. Local.
+
+        Raises:
+            OSError, DamagedCheckpointError: a file cannot be read any more, and some of the tensors have been filled.
+        """
+        for device in {target.device for *_, target, _ in self._left if target.is_cuda}:
+            torch.cuda.synchronize(device)  # the threads know nothing of the stream that may still read them
+        per_file: dict[str, list[Callable[[int], None]]] = {}
+        for name, stored, item, target, where in sorted(self._left, key=lambda left: (left[0], left[1].start)):
+            per_file.setdefault(name, []).append(partial(_fill, stored=stored, item=item, target=target, where=where))
+        for name, fills in per_file.items():
+            with self._opened(name) as descriptor:
+                in_threads([partial(fill, descriptor) for fill in fills])
+
+
+def _fill(descriptor: int, *, stored: StoredTensor, item: ReadItem, target: Tensor, where: str) -> None:
+    # A thread of its own has no mode of the caller's, and what was made in inference mode is written in it alone.
+    with torch.inference_mode(target.is_inference()):
         read_box(descriptor, stored, item.storage_offsets, item.lengths, target, where)
-        planner.commit_tensor(item, target)
 
 
 def refuse_other_than_listed(stored: StoredTensor, metadata: Metadata, index: MetadataIndex, where: str) -> None:
