@@ -274,3 +274,30 @@ def test_any_error_while_values_are_put_in_place_says_that_they_are_a_mixture(tm
     monkeypatch.setattr(safe_reading, "_fill", out_of_memory)
     with pytest.raises(RuntimeError, match=r"no room for the last\nAll could be read.*are a mixture"):
         load_checkpoint(tmp_path / "a", model=small_model())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_training_is_filled_on_its_device(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+
+    def training(seed: int) -> dict:
+        torch.manual_seed(seed)
+        model = small_model().to(device)
+        model.register_buffer("columns", torch.randn(3, 2, device=device).T)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 4, device=device)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "ema": EMA_FSDP(model)}
+
+    def tensors(parts: dict) -> dict[str, torch.Tensor]:
+        moments = {f"{n}.{k}": v for n, state in enumerate(parts["optimizer"].state.values()) for k, v in state.items()}
+        return parts["model"].state_dict() | {f"ema.{n}": v for n, v in parts["ema"].shadow.items()} | moments
+
+    saved, other = training(1), training(2)
+    save_checkpoint(tmp_path / "a", **saved)
+    places = {name: tensor.data_ptr() for name, tensor in tensors(other).items() if not name.endswith("step")}
+    load_checkpoint(tmp_path / "a", **other)
+    found = tensors(other)
+    assert differences(found, tensors(saved)) == []
+    assert {name: found[name].data_ptr() for name in places} == places
