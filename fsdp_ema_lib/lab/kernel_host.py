@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -158,12 +159,7 @@ def _traceback(error: BaseException) -> str:
     return ANSI.sub("", "\n".join(line.rstrip("\n") for line in lines))
 
 
-def main() -> int:
-    """Run the job on standard input; the exit status is 0 only if every cell ran without an error."""
-    with open(0, "rb", buffering=0, closefd=False) as unbuffered:
-        job = json.loads(unbuffered.readline())
-    mark = os.environ[MARK].rsplit(":", 1)[-1]
-    threading.Thread(target=_die_with_the_caller, args=(mark, job["temporary"]), daemon=True).start()
+def _run(job: dict[str, Any]) -> int:
     with open(job["progress"], "w", buffering=1, encoding="utf-8") as progress:
 
         def report(**event: Any) -> None:
@@ -177,6 +173,20 @@ def main() -> int:
             traceback.print_exc()
             return 1
     return 0
+
+
+def main() -> int:
+    """Run the job on standard input; the exit status is 0 only if every cell ran without an error."""
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:
+        job = json.loads(unbuffered.readline())
+    mark = os.environ[MARK].rsplit(":", 1)[-1]
+    watch = threading.Thread(target=_die_with_the_caller, args=(mark, job["temporary"]), daemon=True)
+    watch.start()
+    try:
+        return _run(job)
+    finally:
+        if select.select([0], [], [], 0)[0]:  # closed: what the end of the kernel ended here has not cleared up yet
+            watch.join()
 
 
 if __name__ == "__main__":

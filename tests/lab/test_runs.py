@@ -17,6 +17,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import fsdp_ema_lib
+from fsdp_ema_lib.lab.kernel_host import MARK
 from fsdp_ema_lib.lab.notebooks import NotebookError, inspect_notebook
 from fsdp_ema_lib.lab.runs import LOG_FILE, RESULT_FILE, Stop, hidden_errors, load_result, run_notebook
 
@@ -141,6 +142,38 @@ def test_a_killed_runner_takes_the_kernel_with_it(make_notebook, tmp_path, no_or
     runner.wait()
     assert psutil.wait_procs([kernel], timeout=20)[1] == []
     assert load_result(tmp_path / "results").status == "unfinished", "nobody was left to say how it ended"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_without_a_runner_clears_up_even_where_the_kernel_ends_first(tmp_path, fails):
+    (tmp_path / "temporary").mkdir()
+    script = f"""
+import select, sys, time
+from fsdp_ema_lib.lab import kernel_host
+
+def execute(job, report):
+    select.select([0], [], [])  # until the runner is gone
+    if {fails}:
+        raise RuntimeError("the kernel died")
+
+kernel_host._execute = execute
+kernel_host.end_marked = lambda mark: time.sleep(0.5)
+sys.exit(kernel_host.main())
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = {"progress": writer, "temporary": str(tmp_path / "temporary")}
+    host = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(writer,),
+        env=os.environ | {MARK: "x:y"},
+    )
+    os.close(writer)
+    _, said = host.communicate((json.dumps(job) + "\n").encode(), timeout=60)
+    assert host.returncode == 1, said
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
