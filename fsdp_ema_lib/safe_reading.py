@@ -754,6 +754,9 @@ def _fill(descriptor: int, *, stored: StoredTensor, item: ReadItem, target: Tens
     # A thread of its own has no mode of the caller's, and what was made in inference mode is written in it alone.
     with torch.inference_mode(target.is_inference()):
         read_box(descriptor, stored, item.storage_offsets, item.lengths, target, where)
+    if not target.is_inference():
+        # Autograd does not see bytes change: a backward of a forward from before would go on with the new values.
+        torch.autograd.graph.increment_version(target)
 
 
 def refuse_other_than_listed(stored: StoredTensor, metadata: Metadata, index: MetadataIndex, where: str) -> None:

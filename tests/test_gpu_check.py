@@ -88,7 +88,7 @@ def test_neither_the_command_line_nor_a_notebook_nor_a_gpu_test_imports_what_is_
     program = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({hidden}))
-sys.path.append("tests")
+sys.path += ["tests", "benchmarks"]
 import fsdp_ema_lib.lab.cli
 for statement in {list(map(ast.unparse, imports))}:
     exec(statement)

@@ -1,15 +1,13 @@
 """Layouts: every way of sharding, the same names, exact gather, exact pieces, torch's checkpoint format."""
 
-import ctypes
-import gc
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from memory import MIB, peak_rise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -162,12 +160,7 @@ def test_gathers_in_messages_of_any_size_are_exact(ranks, world_size, message_by
         assert problems == {}, f"rank {rank}"
 
 
-def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def worker_peak(sharding: str) -> tuple[int, int]:
+def worker_peak(sharding: str) -> tuple[float, int]:
     """Bytes by which the peak rises over a gather of three units, and the bytes of a unit."""
     world, size = dist.get_world_size(), 3240  # 40 MiB: glibc keeps what it gets back in blocks of less than 32
     model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, size, size, bias=False) for _ in range(3)))
@@ -188,13 +181,12 @@ def worker_peak(sharding: str) -> tuple[int, int]:
             placement = Shard(1) if sharding == "FSDP2 by columns" else None
             fully_shard(unit, shard_placement_fn=lambda param, placement=placement: placement)
     layout = Layout(model)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide a part of the rise
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    for _, tensor in full_state.stream(layout, layout.live(), None):
-        del tensor
-    return resident("VmHWM") - before, size * size * 4
+
+    def gather() -> None:
+        for _, tensor in full_state.stream(layout, layout.live(), None):
+            del tensor
+
+    return peak_rise(gather) * MIB, size * size * 4
 
 
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "FSDP2 by columns"])

@@ -185,7 +185,8 @@ def main() -> int:
     try:
         return _run(job)
     finally:
-        if select.select([0], [], [], 0)[0]:  # closed: what the end of the kernel ended here has not cleared up yet
+        if select.select([0], [], [], 0)[0]:
+            # Closed: the caller was killed. The other thread clears up, then ends this process; it may still be at it.
             watch.join()
 
 
